@@ -1,0 +1,140 @@
+"""Plain generation and tree generation side by side on gemma-3-270m, streaming, on the CPU.
+
+    make demo
+    python examples/demo.py --head path/to/head --tree-budget 32 --prompt "The capital of France is"
+
+Prints, for each prompt, tokens per second of both, the acceptance length (tokens committed per target forward) and
+whether both texts are identical; at the end, the last token tree with its accepted path. Without `--head` a fresh,
+untrained head drafts: next to nothing is accepted, so it shows that the text is exact, not how fast a trained head is.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from prepare_target import DEFAULT_FOLDER, prepare
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from jetspec_hf import AcceptanceStats, JetSpecHead
+from jetspec_hf.tree import draw_tree
+
+PROMPTS = (
+    "The three primary colours are",
+    "def fibonacci(n):\n",
+    "Once upon a time, in a small village by the sea,",
+)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One generation: its new tokens, its duration, and the acceptance statistics where a head drafted."""
+
+    tokens: list[int]
+    seconds: float
+    acceptance: AcceptanceStats | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second, prefill included."""
+        return len(self.tokens) / self.seconds
+
+
+def generate(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, **options: Any
+) -> Timed:
+    """Generates greedily, streaming the text to the terminal."""
+    inputs = tokenizer(prompt, return_tensors="pt")
+    start = time.perf_counter()
+    output = target.generate(
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        streamer=TextStreamer(tokenizer),
+        **options,
+    )
+    seconds = time.perf_counter() - start
+    new_tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return Timed(new_tokens, seconds, getattr(output, "acceptance", None))
+
+
+def physical_cores() -> int:
+    """Physical cores this process may use: for one small model more threads than cores are slower."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return min(cores, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else cores
+
+
+def draft_head(target: PreTrainedModel, options: argparse.Namespace) -> JetSpecHead:
+    """The trained head of `--head`, or a fresh one."""
+    if options.head is not None:
+        head = JetSpecHead.from_pretrained(options.head, dtype=target.dtype)
+    else:
+        head = JetSpecHead.from_target(target, num_hidden_layers=1, block_size=8)
+    head.generation_config.tree_budget = options.tree_budget
+    return head.eval()
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--head", type=Path, help="folder of a trained head (default: a fresh, untrained one)")
+    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="where targets are kept (%(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="in float32 the texts must be identical; in bfloat16 they may part where two logits tie (%(default)s)",
+    )
+    parser.add_argument("--threads", type=int, default=physical_cores(), help="torch threads (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="per prompt (%(default)s)")
+    parser.add_argument("--tree-budget", type=int, default=16, help="tree nodes besides the root (%(default)s)")
+    parser.add_argument("--prompt", action="append", help="a prompt; may be given several times")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the demonstration."""
+    options = parse(arguments)
+    folder = prepare("gemma-3-270m", options.folder.expanduser())
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
+    head = draft_head(target, options)
+    kind = f"head {options.head}" if options.head else "a fresh head: untrained, so it makes no speed-up"
+    print(f"\ngemma-3-270m, {options.dtype}, {options.threads} threads, {options.tree_budget} nodes, {kind}")
+    for assistant in ({}, {"assistant_model": head}):  # first calls are slower
+        target.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=2, do_sample=False, **assistant)
+
+    identical = []
+    for number, prompt in enumerate(options.prompt or PROMPTS, start=1):
+        print(f"\n=== prompt {number}: plain ===")
+        plain = generate(target, tokenizer, prompt, options.max_new_tokens)
+        print(f"\n=== prompt {number}: token tree ===")
+        tree = generate(target, tokenizer, prompt, options.max_new_tokens, assistant_model=head)
+        stats = tree.acceptance
+        identical.append(plain.tokens == tree.tokens)
+        print(
+            f"\n--- plain {plain.tokens_per_second:.1f} tokens/s, tree {tree.tokens_per_second:.1f} tokens/s, "
+            f"tau {stats.mean_acceptance_length:.2f}, identical: {'yes' if identical[-1] else 'no'}"
+        )
+
+    print("\nThe last tree and its accepted path:\n")
+    print(draw_tree(stats.last_tree, accepted=stats.last_path[0], tokenizer=tokenizer))
+    print(f"\nidentical: {'yes' if all(identical) else 'no'} ({sum(identical)} of {len(identical)} prompts)")
+    if options.head is None:
+        print("The head was untrained: nearly every draft is rejected, and tree generation is slower than plain.")
+    if not all(identical) and options.dtype == "float32":
+        raise SystemExit(
+            "error: in float32 tree generation must give the text of plain generation; please report this."
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""Configuration of a JetSpec draft head (arXiv 2606.18394, section 3).
+
+This file travels to the Hub with a head, so it imports only its sibling `published_config`.
+"""
+
+import math
+import os
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from .published_config import default_target_layer_ids, is_published_config, translate_published_config
+
+LAYER_KINDS = ("full_attention", "sliding_attention")
+_POSITIVE_INTEGERS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "num_target_layers",
+)
+
+
+class JetSpecConfig(PreTrainedConfig):
+    r"""Configuration of a [`JetSpecDraftHead`].
+
+    Every field is validated when the configuration is built and again when a head is built from it.
+
+    Args:
+        vocab_size (`int`, defaults to 151936): Size of the **target's** vocabulary.
+        hidden_size (`int`, defaults to 4096): Width of the head, equal to the target's hidden size.
+        intermediate_size (`int`, defaults to 12288): Width of the MLPs.
+        num_hidden_layers (`int`, defaults to 5): Number of draft layers.
+        num_attention_heads (`int`, defaults to 32): Number of query heads.
+        num_key_value_heads (`int`, *optional*): Number of key and value heads; `num_attention_heads` when missing.
+        head_dim (`int`, *optional*): Width of one head, even; `hidden_size // num_attention_heads` when missing.
+        hidden_act (`str`, defaults to `"silu"`): Activation of the MLPs.
+        rms_norm_eps (`float`, defaults to 1e-6): Epsilon of every RMS norm.
+        attention_bias (`bool`, defaults to `False`): Whether the attention projections have biases.
+        attention_dropout (`float`, defaults to 0.0): Dropout of the attention weights while training.
+        max_position_embeddings (`int`, defaults to 40960): Longest context the head is meant for, in tokens.
+        initializer_range (`float`, defaults to 0.02): Standard deviation of fresh weights.
+        rope_parameters (`dict`, *optional*): Rotary parameters; `rope_theta` is also accepted at top level.
+        layer_types (`list[str]`, *optional*): Per layer, `"full_attention"` or `"sliding_attention"`.
+        sliding_window (`int`, *optional*): Window of the sliding layers in tokens, the query included.
+        block_size (`int`, defaults to 16): Positions of one draft block, the anchor included.
+        mask_token_id (`int`, defaults to 151669): Row of the target's embedding that fills undrafted positions.
+        target_layer_ids (`list[int]`, *optional*): Tapped layers; id `i` is the output of decoder layer `i`. When
+            missing, spread evenly over `num_target_layers` as in the published heads.
+        num_target_layers (`int`, *optional*): Number of decoder layers of the target.
+        causal (`bool` or `dict[str, bool]`, defaults to `True`): Whether a block position sees only itself and the
+            earlier ones (JetSpec) or the whole block (DFlash); a dict says it per layer kind.
+        branch_rank (`int`, defaults to 0): Rank of the branch term `<a_u, b_v>` added to the score of token `v` under
+            parent `u`; 0 for none, as in the published heads.
+        final_logit_softcapping (`float`, *optional*): Soft cap applied to the draft logits after the target's
+            `lm_head`. Published heads were trained on the bare `lm_head`: `None`.
+        logit_scale (`float`, defaults to 1.0): Factor applied to the draft logits before the soft cap.
+        embedding_scale (`float`, defaults to 1.0): Factor applied to what the target's embedding module returns.
+        target_name_or_path (`str`, *optional*): The target this head was made for; another name is only a warning.
+        pad_token_id, bos_token_id (`int`, *optional*) and eos_token_id (`int` or `list[int]`, *optional*): Ids of the
+            target, which `pipeline` compares.
+
+    Raises:
+        ValueError: If a field breaks its rule; the message names the field, the rule and the value.
+
+    Example:
+        ```python
+        >>> from jetspec_hf import JetSpecConfig
+
+        >>> JetSpecConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, num_target_layers=6).target_layer_ids
+        [3]
+        ```
+    """
+
+    model_type = "jetspec"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
+
+    vocab_size: int = 151936
+    hidden_size: int = 4096
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    rope_parameters: dict[str, Any] | None = None
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    block_size: int = 16
+    mask_token_id: int = 151669
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    causal: bool | dict[str, bool] = True
+    branch_rank: int = 0
+    final_logit_softcapping: float | None = None
+    logit_scale: float = 1.0
+    embedding_scale: float = 1.0
+    target_name_or_path: str | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fills the derived defaults, then validates every field."""
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and _is_positive_integer(self.num_attention_heads):
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_types is None and _is_positive_integer(self.num_hidden_layers):
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.target_layer_ids is None:
+            if self.num_target_layers is None:
+                self.num_target_layers = 36
+            if _is_positive_integer(self.num_target_layers) and _is_positive_integer(self.num_hidden_layers):
+                self.target_layer_ids = default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
+        super().__post_init__(**kwargs)
+        self.check_fields()
+
+    def is_causal(self, layer_kind: str) -> bool:
+        """Whether block positions of this layer kind see only themselves and the earlier ones."""
+        return self.causal[layer_kind] if isinstance(self.causal, dict) else self.causal
+
+    @property
+    def draft_depth(self) -> int:
+        """Number of positions one block drafts: `block_size - 1`."""
+        return self.block_size - 1
+
+    def check_fields(self) -> None:
+        """Validates every field.
+
+        Raises:
+            ValueError: If a field breaks its rule; the message names the field, the rule and the value.
+        """
+        for name in _POSITIVE_INTEGERS:
+            value = getattr(self, name)
+            if not _is_positive_integer(value) and not (name == "num_target_layers" and value is None):
+                raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}.")
+        self._check_architecture()
+        self._check_layers()
+        self._check_drafting()
+
+    def _check_architecture(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` must be a multiple of `num_key_value_heads`, got {self.num_attention_heads} "
+                f"and {self.num_key_value_heads}."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` must be even, got {self.head_dim}: rotary embeddings turn pairs of channels.")
+        for name in ("rms_norm_eps", "initializer_range", "logit_scale", "embedding_scale"):
+            if not _is_positive_number(getattr(self, name)):
+                raise ValueError(f"`{name}` must be a finite number above 0, got {getattr(self, name)!r}.")
+        if self.final_logit_softcapping is not None and not _is_positive_number(self.final_logit_softcapping):
+            raise ValueError(
+                f"`final_logit_softcapping` must be `None` or a finite number above 0, got {self.final_logit_softcapping!r}."
+            )
+        if not _is_number(self.attention_dropout) or not 0 <= self.attention_dropout < 1:
+            raise ValueError(f"`attention_dropout` must lie in [0, 1), got {self.attention_dropout!r}.")
+        for name in ("attention_bias", "tie_word_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be `True` or `False`, got {getattr(self, name)!r}.")
+        if self.tie_word_embeddings:
+            raise ValueError("`tie_word_embeddings` must be `False`, got True: a draft head has no embeddings of its own.")
+        if not isinstance(self.hidden_act, str):
+            raise ValueError(f"`hidden_act` must be the name of an activation, got {self.hidden_act!r}.")
+        if not isinstance(self.target_name_or_path, str | None):
+            raise ValueError(f"`target_name_or_path` must be `None` or a string, got {self.target_name_or_path!r}.")
+        theta = (self.rope_parameters or {}).get("rope_theta")
+        if not _is_positive_number(theta):
+            raise ValueError(f"`rope_parameters['rope_theta']` must be a finite number above 0, got {theta!r}.")
+        if self.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(
+                "`rope_parameters['partial_rotary_factor']` must be 1 or missing, got "
+                f"{self.rope_parameters['partial_rotary_factor']!r}: draft heads turn every channel."
+            )
+
+    def _check_layers(self) -> None:
+        if not isinstance(self.layer_types, list) or any(kind not in LAYER_KINDS for kind in self.layer_types):
+            raise ValueError(f"`layer_types` must be a list of {' or '.join(LAYER_KINDS)}, got {self.layer_types!r}.")
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"`layer_types` must have one entry per layer, got {len(self.layer_types)} for "
+                f"`num_hidden_layers={self.num_hidden_layers}`."
+            )
+        if self.sliding_window is not None and not _is_positive_integer(self.sliding_window):
+            raise ValueError(f"`sliding_window` must be `None` or an integer of at least 1, got {self.sliding_window!r}.")
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ValueError("`sliding_window` must be set when `layer_types` has sliding_attention layers, got None.")
+        kinds = set(self.layer_types)
+        if isinstance(self.causal, dict):
+            valid = kinds <= set(self.causal) <= set(LAYER_KINDS)
+            if not valid or any(not isinstance(value, bool) for value in self.causal.values()):
+                raise ValueError(
+                    f"`causal` as a dict must map each of {sorted(kinds)} to `True` or `False`, got {self.causal!r}."
+                )
+        elif not isinstance(self.causal, bool):
+            raise ValueError(f"`causal` must be `True`, `False` or a dict per layer kind, got {self.causal!r}.")
+
+    def _check_drafting(self) -> None:
+        if not _is_positive_integer(self.block_size) or self.block_size < 2:
+            raise ValueError(
+                f"`block_size` must be an integer of at least 2, got {self.block_size!r}: a block is the anchor and at "
+                "least one drafted position."
+            )
+        if not _is_integer(self.mask_token_id) or not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` must be a row of the target's embedding, from 0 to {self.vocab_size - 1}, got "
+                f"{self.mask_token_id!r}."
+            )
+        if not _is_integer(self.branch_rank) or self.branch_rank < 0:
+            raise ValueError(f"`branch_rank` must be an integer of at least 0, got {self.branch_rank!r}.")
+        ids = self.target_layer_ids
+        if not isinstance(ids, list) or not ids or any(not _is_integer(i) or i < 0 for i in ids):
+            raise ValueError(f"`target_layer_ids` must be a non-empty list of layer numbers from 0, got {ids!r}.")
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"`target_layer_ids` must not repeat a layer, got {ids!r}.")
+        if self.num_target_layers is not None and max(ids) >= self.num_target_layers:
+            raise ValueError(
+                f"`target_layer_ids` must be below `num_target_layers={self.num_target_layers}`, got {ids!r}."
+            )
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            values = value if isinstance(value, list) else [value]
+            if any(entry is not None and not _is_integer(entry) for entry in values):
+                raise ValueError(f"`{name}` must be `None`, a token id or (for eos) a list of them, got {value!r}.")
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Reads `config.json`; the published JetSpec and DFlash layout is translated, its remote code never runs."""
+        head_type = kwargs.pop("head_type", None)
+        config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if is_published_config(config):
+            config = translate_published_config(config, head_type=head_type)
+        elif config.get("model_type") not in (None, cls.model_type):
+            raise ValueError(
+                f"`model_type` must be `jetspec`, or `architectures` name a published draft head, got "
+                f"{config['model_type']!r} and {config.get('architectures')!r} in {pretrained_model_name_or_path}."
+            )
+        return config, kwargs
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_positive_integer(value: object) -> bool:
+    return _is_integer(value) and value >= 1  # type: ignore[operator]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_positive_number(value: object) -> bool:
+    return _is_number(value) and value > 0  # type: ignore[operator]

@@ -1,0 +1,313 @@
+"""Draft a token tree: the head's own context, its cache, and the knobs that shape the tree (arXiv 2606.18394, sections 3 and 4.1).
+
+The head sees the fused features of the committed tokens, strictly before the anchor. They are projected to keys and values once; the
+block's own keys and values are dropped after every draft.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationConfig, PreTrainedModel
+
+from ..modeling_jetspec import DRAFTING_DEFAULTS, JetSpecDraftHead
+from ..tree import TokenTree, build_tree
+
+AUTO_TREE_BUDGET = 32
+
+
+@dataclass(frozen=True)
+class DraftingKnobs:
+    """The shape of the trees of one generation.
+
+    Args:
+        tree_budget (`int`): Nodes verified besides the root.
+        tree_width (`int`): Children per node.
+        draft_depth (`int`): Longest path, at most the head's block size minus one.
+        temperature (`float`): Divides the draft logits; that of the sampling, 1 for greedy decoding.
+    """
+
+    tree_budget: int
+    tree_width: int
+    draft_depth: int
+    temperature: float
+
+    @classmethod
+    def resolve(cls, head: JetSpecDraftHead, target: PreTrainedModel, call: GenerationConfig) -> "DraftingKnobs":
+        """The knobs in force: of the call, else of the target's generation config, else of the head's, else the defaults.
+
+        Args:
+            head (`JetSpecDraftHead`): The head.
+            target (`PreTrainedModel`): The model to be sped up.
+            call (`GenerationConfig`): What `generate` was called with.
+
+        Returns:
+            `DraftingKnobs`: Validated.
+
+        Raises:
+            ValueError: If a knob is out of its range; the message names it.
+        """
+        values: dict[str, Any] = {}
+        for name, default in DRAFTING_DEFAULTS.items():
+            places = (getattr(place, name, None) for place in (call, target.generation_config, head.generation_config))
+            values[name] = next((value for value in places if value is not None), default)
+        longest = head.config.block_size - 1
+        budget, width, depth = values["tree_budget"], values["tree_width"], values["draft_depth"]
+        depth = longest if depth is None else depth
+        if budget != "auto" and (not _is_integer(budget) or budget < 0):
+            raise ValueError(f'`tree_budget` must be "auto" or an integer of at least 0, got {budget!r}.')
+        if not _is_integer(width) or width < 1:
+            raise ValueError(f"`tree_width` must be an integer of at least 1, got {width!r}.")
+        if not _is_integer(depth) or not 1 <= depth <= longest:
+            raise ValueError(f"`draft_depth` must be an integer from 1 to the head's block size minus one, {longest}, got {depth!r}.")
+        temperature = call.temperature if call.do_sample and call.temperature else 1.0
+        return cls(AUTO_TREE_BUDGET if budget == "auto" else budget, width, depth, float(temperature))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class CommittedTokens:
+    """What the prefill or a commit added to the prefix.
+
+    Args:
+        features (`torch.Tensor` of shape `(batch, new, taps * hidden)`): Tapped states.
+        positions (`torch.LongTensor` of shape `(batch, new)`): Absolute positions in the unpadded sequences.
+        visible (`torch.BoolTensor` of shape `(batch, new)`, *optional*): `False` where a row has no token; `None`: all tokens.
+        length (`int`): Slots of the target's cache, these included.
+    """
+
+    features: torch.Tensor
+    positions: torch.Tensor
+    visible: torch.Tensor | None
+    length: int
+
+
+class GrowingKeyValueCache:
+    """Keys and values of the head's layers in buffers that grow by doubling, so that a step copies only what is new."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._lengths: dict[int, int] = {}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of positions this layer holds."""
+        return self._lengths.get(layer_idx, 0)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends keys and values of shape `(batch, heads, new, head_dim)` and returns views of all of them."""
+        start = self.get_seq_length(layer_idx)
+        end = self._lengths[layer_idx] = start + key_states.shape[2]
+        views = []
+        for buffers, states in ((self._keys, key_states), (self._values, value_states)):
+            buffer = buffers.get(layer_idx)
+            frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
+            if buffer is None or buffer.shape[2] < end or frozen:
+                grown = states.new_empty((*states.shape[:2], max(64, 2 * end), states.shape[3]))
+                if buffer is not None:
+                    grown[:, :, :start] = buffer[:, :, :start]
+                buffer = buffers[layer_idx] = grown
+            buffer[:, :, start:end] = states
+            views.append(buffer[:, :, :end])
+        return views[0], views[1]
+
+    def crop(self, count: int) -> None:
+        """Drops the last `-count` positions of every layer."""
+        for layer_idx in self._lengths:
+            self._lengths[layer_idx] += count
+
+
+class DraftContext:
+    """What the head knows of the committed tokens: cached keys and values, and features that wait to be projected.
+
+    It travels with the target's cache, so that a conversation continued on a returned cache keeps its features.
+
+    Args:
+        head (`JetSpecDraftHead`): The head whose keys and values these are.
+        batch_size (`int`): Rows.
+        start (`int`): Slots of the target's cache that came before; their features are unknown.
+    """
+
+    def __init__(self, head: JetSpecDraftHead, batch_size: int, start: int) -> None:
+        self.head = weakref.ref(head)
+        self.batch_size = batch_size
+        self.length = start
+        self.cache = GrowingKeyValueCache()
+        self.visible: torch.Tensor | None = None  # (batch, cached) once a row has a hole, `None` while there is none
+        self.pending: list[CommittedTokens] = []
+
+    def fits(self, head: JetSpecDraftHead, batch_size: int, length: int) -> bool:
+        """Whether this context is that of `head` after `length` committed slots."""
+        return self.head() is head and self.batch_size == batch_size and self.length == length
+
+    def append(self, committed: CommittedTokens) -> None:
+        """Adds the tapped features of newly committed tokens; they are projected with the next block."""
+        if committed.features.shape[1]:
+            self.pending.append(committed)
+        self.length = committed.length
+
+    def run_block(
+        self, head: JetSpecDraftHead, noise_embeds: torch.Tensor, anchor_positions: torch.LongTensor
+    ) -> torch.Tensor:
+        """Projects the waiting features, runs the block after the context, and drops the block again.
+
+        Args:
+            head (`JetSpecDraftHead`): The head this context belongs to.
+            noise_embeds (`torch.Tensor` of shape `(batch, block, hidden)`): Embeddings of `[anchor, MASK, ...]`.
+            anchor_positions (`torch.LongTensor` of shape `(batch,)`): Absolute positions of the anchors.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, block, hidden)`: The head's states.
+        """
+        device, block = noise_embeds.device, noise_embeds.shape[1]
+        features, positions = self._take_pending(head, device)
+        block_positions = anchor_positions.to(device)[:, None] + torch.arange(block, device=device)
+        mask = None
+        if self.visible is not None:
+            mask = torch.cat([self.visible, self.visible.new_ones(self.batch_size, block)], dim=1)
+        states = head(
+            noise_embeds=noise_embeds,
+            context_hidden_states=features,
+            attention_mask=mask,
+            position_ids=torch.cat([positions, block_positions], dim=1),
+            cache=self.cache,
+        ).last_hidden_state
+        self.cache.crop(-block)
+        return states
+
+    def _take_pending(self, head: JetSpecDraftHead, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The waiting features and their positions; their visibility joins that of the cached ones."""
+        pending, self.pending = self.pending, []
+        cached = self.cache.get_seq_length()
+        if not pending:
+            width = head.fc.in_features
+            empty = torch.empty(self.batch_size, 0, width, device=device, dtype=head.dtype)
+            return empty, torch.empty(self.batch_size, 0, device=device, dtype=torch.long)
+        features = torch.cat([entry.features.to(device=device, dtype=head.dtype) for entry in pending], dim=1)
+        positions = torch.cat([entry.positions.to(device) for entry in pending], dim=1)
+        if self.visible is not None or any(entry.visible is not None for entry in pending):
+            known = [torch.ones(self.batch_size, cached, dtype=torch.bool, device=device) if self.visible is None else self.visible]
+            for entry in pending:
+                everything = torch.ones(entry.positions.shape, dtype=torch.bool, device=device)
+                known.append(everything if entry.visible is None else entry.visible.to(device))
+            self.visible = torch.cat(known, dim=1)
+        return features, positions
+
+
+class DraftingState:
+    """The state of one generation that [`JetSpecDraftHead.draft_logits`] reads.
+
+    Attributes:
+        anchor_positions (`torch.LongTensor` of shape `(batch,)`): Absolute positions of the anchors in their unpadded sequences.
+        draft_depth (`int`): Depth wanted of the next draft.
+    """
+
+    def __init__(self, target: PreTrainedModel, context: DraftContext, draft_depth: int) -> None:
+        self._embeddings: nn.Module = target.get_input_embeddings()
+        self._lm_head: nn.Module = target.get_output_embeddings()
+        self._target_dtype: torch.dtype | None = None
+        self._target_device: torch.device | None = None
+        self.context = context
+        self.draft_depth = draft_depth
+        self.anchor_positions: torch.LongTensor = torch.zeros(context.batch_size, dtype=torch.long)  # type: ignore[assignment]
+
+    def embed(self, token_ids: torch.LongTensor) -> torch.Tensor:
+        """The target's own embedding of these tokens, called as a module (its weight may be packed or offloaded)."""
+        embeds: torch.Tensor = self._embeddings(token_ids)
+        self._target_dtype, self._target_device = embeds.dtype, embeds.device
+        return embeds
+
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The target's own `lm_head` over these states."""
+        if self._target_dtype is not None:
+            hidden_states = hidden_states.to(device=self._lm_head_device(), dtype=self._target_dtype)
+        logits: torch.Tensor = self._lm_head(hidden_states)
+        return logits
+
+    def run_block(self, head: JetSpecDraftHead, noise_embeds: torch.Tensor) -> torch.Tensor:
+        """`head.forward` over the block after the committed context; the block leaves no trace."""
+        return self.context.run_block(head, noise_embeds, self.anchor_positions)
+
+    def _lm_head_device(self) -> torch.device | None:
+        """Where the `lm_head` wants its input: its weight's device, or where the embeddings came from if that is offloaded."""
+        parameter = next(self._lm_head.parameters(), None)
+        return self._target_device if parameter is None or parameter.device.type == "meta" else parameter.device
+
+
+class Drafter:
+    """Draws token trees from a head.
+
+    Args:
+        head (`JetSpecDraftHead`): The head.
+        target (`PreTrainedModel`): The model to be sped up.
+        cache (`Cache`): The target's cache; what this head knew of its tokens is taken up again.
+        knobs (`DraftingKnobs`): The shape of the trees.
+        batch_size (`int`): Rows.
+    """
+
+    def __init__(
+        self, head: JetSpecDraftHead, target: PreTrainedModel, cache: Cache, knobs: DraftingKnobs, batch_size: int
+    ) -> None:
+        self._head = head
+        self._knobs = knobs
+        length = int(cache.get_seq_length())
+        context: DraftContext | None = getattr(cache, "jetspec_context", None)
+        if context is None or not context.fits(head, batch_size, length):
+            context = DraftContext(head, batch_size, length)
+        cache.jetspec_context = context  # a returned cache continues a conversation, its copies keep copies
+        self._context = context
+        self._state = DraftingState(target, context, knobs.draft_depth)
+
+    def see(self, committed: CommittedTokens) -> None:
+        """Takes in the features of newly committed tokens."""
+        self._context.append(committed)
+
+    def draft(self, anchor_ids: torch.LongTensor, anchor_positions: torch.LongTensor, depth: int) -> torch.Tensor:
+        """One forward of the head over the block.
+
+        Args:
+            anchor_ids (`torch.LongTensor` of shape `(batch,)`): The last committed token of each row.
+            anchor_positions (`torch.LongTensor` of shape `(batch,)`): Their absolute positions.
+            depth (`int`): Most tokens that can still be accepted, at least 1.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, depth, vocab)`: On the anchors' device.
+        """
+        self._state.anchor_positions = anchor_positions
+        self._state.draft_depth = min(depth, self._knobs.draft_depth)
+        logits = self._head.draft_logits(anchor_ids, self._state)
+        return logits[:, : self._state.draft_depth].to(anchor_ids.device)
+
+    def build(self, anchor_ids: torch.LongTensor, draft_logits: torch.Tensor, most_nodes: int | None) -> TokenTree:
+        """The most probable tree of these draft logits.
+
+        Args:
+            anchor_ids (`torch.LongTensor` of shape `(batch,)`): The roots.
+            draft_logits (`torch.Tensor` of shape `(batch, depth, vocab)`): See [`Drafter.draft`].
+            most_nodes (`int`, *optional*): Slots that a static cache still has for nodes besides the root.
+
+        Returns:
+            `TokenTree`: At most `tree_budget` nodes besides the root.
+        """
+        knobs = self._knobs
+        budget = knobs.tree_budget if most_nodes is None else min(knobs.tree_budget, most_nodes)
+        return build_tree(
+            anchor_ids,
+            draft_logits,
+            tree_budget=budget,
+            tree_width=knobs.tree_width,
+            temperature=knobs.temperature,
+            branch=self._head.branch_scores if self._head.config.branch_rank else None,
+        )
+
+    @property
+    def drafts(self) -> bool:
+        """Whether trees have any node besides the root."""
+        return self._knobs.tree_budget > 0

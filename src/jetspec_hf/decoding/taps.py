@@ -1,0 +1,75 @@
+"""Record the tapped layers' outputs with forward hooks, only for one's own forwards, and only while decoding.
+
+Hooks on the decoder layers give the states before the final norm, mean the same on every release of transformers, survive PEFT and
+offloading, and see every chunk of a chunked prefill.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..target import decoder_layers
+
+
+class FeatureTaps:
+    """The outputs of the tapped layers of a target.
+
+    Args:
+        target (`PreTrainedModel`): The model to be sped up.
+        layer_ids (`list[int]`): Tapped layers; id `i` is the output of decoder layer `i`.
+    """
+
+    def __init__(self, target: PreTrainedModel, layer_ids: list[int]) -> None:
+        self._layer_ids = layer_ids
+        self._layers = decoder_layers(target)
+        self._active_copy = getattr(target.config.get_text_config(decoder=True), "altup_active_idx", 0)
+        self._thread = threading.get_ident()
+        self._recording = False
+        self._outputs: dict[int, list[torch.Tensor]] = {}
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks the tapped layers for the duration of a generation; always removed."""
+        handles = [
+            self._layers[layer_id].register_forward_hook(lambda _module, _args, output, i=layer_id: self._record(i, output))
+            for layer_id in dict.fromkeys(self._layer_ids)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the forwards that this thread runs inside; others, such as a processor's own, are not ours."""
+        self._outputs = {layer_id: [] for layer_id in self._layer_ids}
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+
+    def take(self) -> torch.Tensor:
+        """The recorded states, concatenated over taps.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, positions, taps * hidden)`: On the last tapped layer's device.
+        """
+        outputs, self._outputs = self._outputs, {}
+        if not outputs:
+            return torch.empty(0, 0, 0)
+        states = [torch.cat(chunks, dim=1) if len(chunks) > 1 else chunks[0] for chunks in outputs.values()]
+        return torch.cat([state.to(states[-1].device) for state in states], dim=-1)
+
+    def _record(self, layer_id: int, output: Any) -> None:
+        if not self._recording or threading.get_ident() != self._thread:
+            return
+        state = output[0] if isinstance(output, tuple) else output
+        if state.dim() == 4:  # gemma3n carries several copies of the residual stream
+            state = state[self._active_copy]
+        self._outputs[layer_id].append(state)

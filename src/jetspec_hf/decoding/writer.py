@@ -1,0 +1,228 @@
+"""Choose, check and hand out the target's tokens exactly as plain decoding does.
+
+Logits processors, the random draw, stopping criteria and the streamer are called here and nowhere else: once per emitted token, in order, on
+the true prefix. That is what makes any tree exact, and same-seed sampling identical.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process, stopping_criteria
+from transformers.generation.streamers import BaseStreamer
+
+# These look at one row's ids and scores and keep nothing between calls, so rows may be at different lengths.
+_ROWWISE_PROCESSORS = tuple(
+    getattr(logits_process, name)
+    for name in (
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "RepetitionPenaltyLogitsProcessor",
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "TopPLogitsWarper",
+        "TopKLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "NoRepeatNGramLogitsProcessor",
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "ExponentialDecayLengthPenalty",
+        "LogitNormalization",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+    )
+)
+_ROWWISE_CRITERIA = (
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.StopStringCriteria,
+)
+
+
+class TokenWriter:
+    """The sequences of one generation, and the target's choice of what comes next.
+
+    Rows advance **raggedly**, each by what it accepts, where every processor and criterion looks at rows one by one and keeps no state.
+    Otherwise they advance in **lockstep**: every call sees the whole batch at one length, as in plain decoding.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(batch, length)`): The prompt.
+        logits_processor (`LogitsProcessorList`): As prepared by `generate`.
+        stopping_criteria (`StoppingCriteriaList`): As prepared by `generate`.
+        generation_config (`GenerationConfig`): As prepared by `generate`.
+        streamer (`BaseStreamer`, *optional*): Receives every token once, in order, when all rows have theirs.
+        lockstep (`bool`, defaults to `False`): Whether rows must advance in lockstep whatever the processors and criteria are.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        lockstep: bool = False,
+    ) -> None:
+        self._ids = input_ids
+        self._processors = logits_processor
+        self._criteria = stopping_criteria
+        self._streamer = streamer
+        self._do_sample = generation_config.do_sample
+        self._max_length: int = generation_config.max_length
+        self._pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        pad = generation_config._pad_token_tensor
+        self._pad_id = int(pad) if pad is not None else 0
+        returns = bool(generation_config.return_dict_in_generate)
+        self.scores: tuple[torch.Tensor, ...] | None = () if returns and generation_config.output_scores else None
+        self.logits: tuple[torch.Tensor, ...] | None = () if returns and generation_config.output_logits else None
+        records = returns and generation_config.output_hidden_states
+        self.batch_size = input_ids.shape[0]
+        self.lengths = [input_ids.shape[1]] * self.batch_size
+        self.finished = [False] * self.batch_size
+        self._streamed = input_ids.shape[1]
+        recorded = self.scores is not None or self.logits is not None or bool(records)
+        self.lockstep = lockstep or self.batch_size == 1 or recorded or not self._rows_are_independent()
+
+    def _rows_are_independent(self) -> bool:
+        kinds = _ROWWISE_CRITERIA if self._pads else (stopping_criteria.MaxLengthCriteria,)
+        return all(type(processor) in _ROWWISE_PROCESSORS for processor in self._processors) and all(
+            type(criterion) in kinds for criterion in self._criteria
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether every row has met a stopping criterion."""
+        return all(self.finished)
+
+    @property
+    def remaining(self) -> list[int]:
+        """Per row, how many tokens it can still get before `max_length`; 0 for a finished one that stands still."""
+        return [
+            0 if finished and not self.lockstep else max(self._max_length - length, 0)
+            for finished, length in zip(self.finished, self.lengths, strict=True)
+        ]
+
+    @property
+    def active_rows(self) -> list[int]:
+        """The rows that get tokens in the next step: the unfinished ones, or in lockstep all."""
+        return [row for row in range(self.batch_size) if self.lockstep or not self.finished[row]]
+
+    @property
+    def growing_rows(self) -> list[int]:
+        """The rows that get tokens of their own, no padding, in the next step."""
+        return [row for row in self.active_rows if not self.is_padding(row)]
+
+    def is_padding(self, row: int) -> bool:
+        """Whether this row only gets padding any more."""
+        return self.finished[row] and self._pads
+
+    @property
+    def pad_id(self) -> int:
+        """What a finished row gets; 0 where there is no padding token."""
+        return self._pad_id
+
+    def anchors(self) -> torch.LongTensor:
+        """The last token of every row, of shape `(batch,)`."""
+        last = torch.tensor(self.lengths, device=self._ids.device)[:, None] - 1
+        return self._ids.gather(1, last)[:, 0]  # type: ignore[return-value]
+
+    def write(self, rows: Sequence[int], logits: torch.Tensor) -> list[int]:
+        """Lets the target choose the next token of these rows, appends it, and checks whether they stop.
+
+        Args:
+            rows (`list[int]`): Rows, in ascending order; in lockstep all of them.
+            logits (`torch.Tensor` of shape `(len(rows), vocab)`): The target's logits after each row's last token.
+
+        Returns:
+            `list[int]`: The chosen tokens.
+        """
+        by_length: dict[int, list[int]] = {}  # where in `rows` the rows of each length are
+        for index, row in enumerate(rows):
+            by_length.setdefault(self.lengths[row], []).append(index)
+        tokens = [0] * len(rows)
+        for length, where in sorted(by_length.items()):
+            group = logits if len(where) == len(rows) else logits[where]
+            for index, token in zip(where, self._write_group([rows[index] for index in where], length, group), strict=True):
+                tokens[index] = token
+        self._stream()
+        return tokens
+
+    def _write_group(self, rows: list[int], length: int, logits: torch.Tensor) -> list[int]:
+        """`write` for rows of one length, the others filling up the batch that processors and criteria expect."""
+        whole = len(rows) == self.batch_size
+        # a copy, as in plain decoding: processors work in place, and a view would keep the whole tree's logits alive
+        logits = logits.to(copy=True, dtype=torch.float32, device=self._ids.device)
+        scores = logits
+        if len(self._processors):
+            everyone = logits if whole else logits.new_zeros(self.batch_size, logits.shape[-1])
+            if not whole:
+                everyone[rows] = logits
+            scores = self._processors(self._prefix(length), everyone)
+            scores = scores if whole else scores[rows]
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (logits,)
+        if self._do_sample:
+            tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            tokens = scores.argmax(dim=-1)
+        if any(self.is_padding(row) for row in rows):
+            padding = torch.tensor([self.is_padding(row) for row in rows], device=tokens.device)
+            tokens = tokens.masked_fill(padding, self._pad_id)
+        self._append(rows, length, tokens)
+        stops = self._criteria(self._prefix(length + 1), self.scores).tolist()
+        for row in rows:
+            self.finished[row] = self.finished[row] or stops[row]
+        emitted: list[int] = tokens.tolist()
+        return emitted
+
+    def _prefix(self, length: int) -> torch.LongTensor:
+        """The first `length` tokens of every row, contiguous; shorter rows end in padding that nobody looks at."""
+        return self._ids[:, :length].contiguous()  # type: ignore[return-value]
+
+    def _append(self, rows: list[int], length: int, tokens: torch.Tensor) -> None:
+        if length == self._ids.shape[1]:
+            room = max(64, length)
+            self._ids = torch.cat([self._ids, self._ids.new_full((self.batch_size, room), self._pad_id)], dim=1)  # type: ignore[assignment]
+        self._ids[rows, length] = tokens.to(self._ids.dtype)
+        for row in rows:
+            self.lengths[row] = length + 1
+
+    def _stream(self) -> None:
+        """Hands out the positions that every row has reached; finished rows have padding there."""
+        if self._streamer is None:
+            return
+        reached = [length for row, length in enumerate(self.lengths) if not self.is_padding(row)]
+        end = min(reached) if reached else max(self.lengths)
+        for position in range(self._streamed, end):
+            self._streamer.put(self._ids[:, position].cpu())
+        self._streamed = max(self._streamed, end)
+
+    def close(self) -> torch.LongTensor:
+        """Ends the stream.
+
+        Returns:
+            `torch.LongTensor` of shape `(batch, length)`: Prompt and new tokens; rows that stopped early end in padding.
+        """
+        self._stream()
+        if self._streamer is not None:
+            self._streamer.end()
+        return self.sequences()
+
+    def tail(self, count: int) -> torch.LongTensor:
+        """The last token of every row and the `count - 1` that follow it in [`sequences`], of shape `(batch, count)`."""
+        first = torch.tensor(self.lengths, device=self._ids.device)[:, None] - 1
+        columns = first + torch.arange(count, device=self._ids.device)
+        return self._ids.gather(1, columns.clamp(max=self._ids.shape[1] - 1))  # type: ignore[return-value]
+
+    def sequences(self) -> torch.LongTensor:
+        """Prompt and tokens so far, of shape `(batch, longest)`; shorter rows end in padding."""
+        return self._ids[:, : max(self.lengths)].clone()  # type: ignore[return-value]

@@ -1,0 +1,418 @@
+"""The JetSpec draft head: a causal parallel drafter over the target's hidden states (arXiv 2606.18394, section 3).
+
+One forward pass reads the fused features of the committed tokens and a block `[anchor, MASK, MASK, ...]`, and gives one
+distribution per drafted position. This file travels to the Hub with a head, so it imports only its siblings `configuration_jetspec`
+and `target`.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eager_attention_forward, rotate_half
+
+from .configuration_jetspec import JetSpecConfig
+from .target import check_target, head_config_for
+
+DRAFTING_DEFAULTS = {"tree_budget": "auto", "tree_width": 16, "draft_depth": None}
+
+
+class DraftCache(Protocol):
+    """What `JetSpecDraftHead.forward` asks of a cache; transformers' `DFlashCache` and ours both have it."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends keys and values of shape `(batch, heads, new, head_dim)` and returns all that a layer may see."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of positions this layer has seen."""
+
+
+class DraftState(Protocol):
+    """What `JetSpecDraftHead.draft_logits` asks of a generation in progress (`decoding.drafter.DraftingState`)."""
+
+    anchor_positions: torch.LongTensor
+    draft_depth: int
+
+    def embed(self, token_ids: torch.LongTensor) -> torch.Tensor:
+        """The target's own embedding of these tokens."""
+
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The target's own `lm_head` over these states."""
+
+    def run_block(self, head: "JetSpecDraftHead", noise_embeds: torch.Tensor) -> torch.Tensor:
+        """`head.forward` over the block after the committed context; the block leaves no trace."""
+
+
+class JetSpecRotaryEmbedding(nn.Module):
+    """Rotary embeddings whose frequencies are no buffer, so no cast of the head can round them."""
+
+    def __init__(self, config: JetSpecConfig) -> None:
+        super().__init__()
+        rope_type = config.rope_parameters["rope_type"]
+        self.attention_scaling = 1.0
+        if rope_type == "default":
+            exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+            self.inv_freq = 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
+        else:
+            self.inv_freq, self.attention_scaling = ROPE_INIT_FUNCTIONS[rope_type](config, device="cpu")
+
+    @torch.no_grad()
+    def forward(self, position_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of shape `(batch, 1, positions, head_dim)` in `dtype`, computed in float32."""
+        frequencies = position_ids[..., None].float() * self.inv_freq.to(position_ids.device)
+        angles = torch.cat((frequencies, frequencies), dim=-1)[:, None]
+        return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(dtype)
+
+
+class JetSpecAttention(nn.Module):
+    """Attention whose queries are the block and whose keys and values come from the context's features and the block."""
+
+    def __init__(self, config: JetSpecConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.is_causal = False  # causality lives in the mask: the context precedes the block
+        query_width = config.num_attention_heads * config.head_dim
+        key_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        features: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: DraftCache | None,
+    ) -> torch.Tensor:
+        """Attends from the block to the context and the block.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(batch, block, hidden)`): The block.
+            features (`torch.Tensor` of shape `(batch, new, hidden)`): Fused features not yet in `cache`.
+            rotation (`tuple` of two `torch.Tensor` of shape `(batch, 1, new + block, head_dim)`): Cosines and sines.
+            attention_mask (`torch.Tensor` of shape `(batch, 1, block, keys)`, *optional*): Additive; its last columns count.
+            cache (`DraftCache`, *optional*): Keys and values of the earlier context.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, block, hidden)`.
+        """
+        batch, block = hidden_states.shape[:2]
+        sources = torch.cat([features, hidden_states], dim=1)
+        queries = self.q_norm(self.q_proj(hidden_states).view(batch, block, -1, self.head_dim)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(sources).view(batch, sources.shape[1], -1, self.head_dim)).transpose(1, 2)
+        values = self.v_proj(sources).view(batch, sources.shape[1], -1, self.head_dim).transpose(1, 2)
+        cos, sin = rotation
+        keys = keys * cos + rotate_half(keys) * sin
+        queries = queries * cos[..., -block:, :] + rotate_half(queries) * sin[..., -block:, :]
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        if attention_mask is not None:
+            attention_mask = attention_mask[..., -keys.shape[-2] :]  # a sliding cache returns only its window
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        dropout = self.config.attention_dropout if self.training else 0.0
+        output, _ = attend(self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling)
+        return self.o_proj(output.reshape(batch, block, -1))
+
+
+class JetSpecDecoderLayer(nn.Module):
+    """A Qwen3-style pre-norm layer over the block."""
+
+    def __init__(self, config: JetSpecConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = JetSpecAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        features: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: DraftCache | None,
+    ) -> torch.Tensor:
+        """See [`JetSpecAttention.forward`]; only the block is normalised, the features already are."""
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(normed, features, rotation, attention_mask, cache)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class JetSpecDraftHead(PreTrainedModel):
+    """The draft head that plugs into `target.generate(..., assistant_model=head)`.
+
+    It has no embedding and no `lm_head` of its own: both are the target's. The knobs `tree_budget`, `tree_width` and
+    `draft_depth` live on `head.generation_config`; the statistics of the last call stay on `head.last_acceptance`.
+
+    Args:
+        config ([`JetSpecConfig`]): The configuration.
+
+    Example:
+        ```python
+        >>> head = JetSpecDraftHead.from_pretrained("JetSpec/jetspec-qwen3-8b")
+        >>> target.generate(**inputs, assistant_model=head, max_new_tokens=512)
+        ```
+    """
+
+    config_class = JetSpecConfig
+    base_model_prefix = ""
+    main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = False
+    _no_split_modules: ClassVar[list[str]] = ["JetSpecDecoderLayer"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: JetSpecConfig) -> None:
+        super().__init__(config)
+        config.check_fields()
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(JetSpecDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = JetSpecRotaryEmbedding(config)
+        if config.branch_rank:
+            self.branch_parent = nn.Embedding(config.vocab_size, config.branch_rank)
+            self.branch_child = nn.Embedding(config.vocab_size, config.branch_rank)
+        self.generation_config = GenerationConfig(**DRAFTING_DEFAULTS)
+        self.last_acceptance: Any = None
+        self.tested_targets: set[str] = set()  # kinds of targets whose numerics a generation has already tested
+        self.post_init()
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """`True`, so that the knobs in `generation_config.json` are saved and loaded beside the weights."""
+        return True
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: DraftCache | None = None,
+        past_key_values: DraftCache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Runs the block after the context: the contract of transformers' own DFlash assistants.
+
+        Args:
+            noise_embeds (`torch.Tensor` of shape `(batch, block, hidden)`): The target's embedding of `[anchor, MASK, ...]`.
+            context_hidden_states (`torch.Tensor` of shape `(batch, new, taps * hidden)`): Tapped states, concatenated, of the
+                committed tokens that are not in `cache` yet, strictly before the anchor.
+            attention_mask (`torch.Tensor` of shape `(batch, cached + new + block)`, *optional*): 0 where there is no token.
+            position_ids (`torch.LongTensor` of shape `(batch, new + block)`, *optional*): Absolute positions.
+            cache (`DraftCache`, *optional*): Keys and values of the earlier context; the context **and** the block are
+                appended, the caller crops the block. `past_key_values` is its name before transformers 5.24.
+            past_key_values (`DraftCache`, *optional*): See `cache`.
+            kwargs: Accepted for compatibility with callers of other assistants, and ignored.
+
+        Returns:
+            `BaseModelOutput`: `last_hidden_state` of shape `(batch, block, hidden)`, ready for the target's `lm_head`; row `k`
+            drafts the token `k` places after the anchor.
+        """
+        cache = past_key_values if cache is None else cache
+        features = self.fuse(context_hidden_states)
+        new, block = features.shape[1], noise_embeds.shape[1]
+        cached = int(cache.get_seq_length()) if cache is not None else 0
+        if position_ids is None:
+            position_ids = torch.arange(cached, cached + new + block, device=noise_embeds.device)[None]
+        rotation = self.rotary_emb(position_ids, noise_embeds.dtype)
+        masks = {
+            kind: self._block_mask(kind, noise_embeds, attention_mask, cached + new + block)
+            for kind in set(self.config.layer_types)
+        }
+        hidden_states = noise_embeds
+        for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
+            hidden_states = layer(hidden_states, features, rotation, masks[kind], cache)
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+    def fuse(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Fuses the tapped states: `hidden_norm(fc(states))`, the source of keys and values in every layer.
+
+        Args:
+            context_hidden_states (`torch.Tensor` of shape `(batch, positions, taps * hidden)`): Tapped states, concatenated.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, positions, hidden)`.
+        """
+        return self.hidden_norm(self.fc(context_hidden_states))
+
+    def _block_mask(
+        self, kind: str, noise_embeds: torch.Tensor, attention_mask: torch.Tensor | None, keys: int
+    ) -> torch.Tensor | None:
+        """Additive mask of shape `(batch or 1, 1, block, keys)` for one layer kind, or `None` where everything is visible."""
+        causal = self.config.is_causal(kind)
+        window = self.config.sliding_window if kind == "sliding_attention" else None
+        if not causal and window is None and attention_mask is None:
+            return None
+        block, device = noise_embeds.shape[1], noise_embeds.device
+        if attention_mask is None:
+            ranks = torch.arange(keys, device=device)[None]
+            visible = torch.ones(1, block, keys, dtype=torch.bool, device=device)
+        else:
+            ranks = attention_mask.to(torch.long).cumsum(dim=-1)  # distances skip padding and holes
+            visible = attention_mask.bool()[:, None, :].expand(-1, block, -1)
+        distance = ranks[:, -block:, None] - ranks[:, None, :]
+        if causal:
+            visible = visible & (distance >= 0)
+        if window is not None:
+            visible = visible & (distance.abs() < window)
+        mask = torch.zeros(visible.shape, dtype=noise_embeds.dtype, device=device)
+        return mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[:, None]
+
+    def draft_logits(self, anchor_ids: torch.LongTensor, state: DraftState) -> torch.Tensor:
+        """Drafts one block: the seam between the head and the decoding loop, made to be overridden.
+
+        Args:
+            anchor_ids (`torch.LongTensor` of shape `(batch,)`): The last committed token of each row.
+            state (`DraftState`): The drafting state of this generation. `state.anchor_positions` (`torch.LongTensor` of shape
+                `(batch,)`) are the anchors' absolute positions in their unpadded sequences; `state.draft_depth` (`int`) is the
+                depth wanted.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, depth, vocab)`: Row `k` scores the token `k + 1` places after the anchor. Any depth is
+            right; the loop uses at most `state.draft_depth` rows.
+        """
+        depth = state.draft_depth
+        causal = all(self.config.is_causal(kind) for kind in self.config.layer_types)
+        block_ids = anchor_ids.new_full(
+            (anchor_ids.shape[0], depth + 1 if causal else self.config.block_size), self.config.mask_token_id
+        )
+        block_ids[:, 0] = anchor_ids
+        noise_embeds = state.embed(block_ids).to(device=self.device, dtype=self.dtype) * self.config.embedding_scale
+        hidden_states = state.run_block(self, noise_embeds)[:, 1 : depth + 1]
+        logits = state.project(hidden_states)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def branch_scores(self, parent_ids: torch.LongTensor, candidate_ids: torch.LongTensor) -> torch.Tensor:
+        """The branch term `<a_u, b_v>` of every candidate under every parent.
+
+        Args:
+            parent_ids (`torch.LongTensor` of shape `(batch, parents)`): Tokens `u`.
+            candidate_ids (`torch.LongTensor` of shape `(batch, candidates)`): Tokens `v`.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, parents, candidates)`.
+
+        Raises:
+            ValueError: If `config.branch_rank` is 0.
+        """
+        if not self.config.branch_rank:
+            raise ValueError("`branch_rank` must be at least 1 to score branches, got 0.")
+        device = self.branch_parent.weight.device
+        parents = self.branch_parent(parent_ids.to(device))
+        children = self.branch_child(candidate_ids.to(device))
+        return (parents @ children.transpose(1, 2)).to(parent_ids.device)
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Checks that this head can draft for this target.
+
+        Args:
+            target (`PreTrainedModel`): The model to be sped up.
+
+        Raises:
+            ValueError: If the target's architecture cannot be verified with a tree, or its vocabulary, hidden size or number of
+                layers is not what the head was made for. Another target name is only a warning.
+        """
+        check_target(target, self.config)
+
+    @classmethod
+    def from_target(
+        cls,
+        target: PreTrainedModel,
+        num_hidden_layers: int = 5,
+        block_size: int = 16,
+        target_layer_ids: list[int] | None = None,
+        mask_token_id: int | None = None,
+        **config: Any,
+    ) -> "JetSpecDraftHead":
+        """Makes an untrained head that fits a target, in its dtype and on its device.
+
+        Args:
+            target (`PreTrainedModel`): The model to be sped up.
+            num_hidden_layers (`int`, defaults to 5): Number of draft layers.
+            block_size (`int`, defaults to 16): Positions of one block, the anchor included.
+            target_layer_ids (`list[int]`, *optional*): Tapped layers; spread evenly when missing.
+            mask_token_id (`int`, *optional*): Row of the target's embedding that fills undrafted positions; the last one that is
+                no special token when missing.
+            config: Any other field of [`JetSpecConfig`]; widths and heads default to the target's.
+
+        Returns:
+            `JetSpecDraftHead`: In evaluation mode.
+
+        Raises:
+            ValueError: If the target cannot be verified with a tree, or a field breaks its rule.
+        """
+        fields = {
+            "num_hidden_layers": num_hidden_layers,
+            "block_size": block_size,
+            "target_layer_ids": target_layer_ids,
+            "mask_token_id": mask_token_id,
+            **config,
+        }
+        head_config = JetSpecConfig(**head_config_for(target, fields))
+        check_target(target, head_config)
+        embeddings = target.get_input_embeddings().weight
+        head = cls(head_config).to(embeddings.dtype if embeddings.is_floating_point() else target.dtype).eval()
+        return head if embeddings.device.type == "meta" else head.to(embeddings.device)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Loads a head of our own or of the published format; no code from the checkpoint ever runs.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): A Hub id, a folder, or `"repo::subfolder"`.
+            args: See `PreTrainedModel.from_pretrained`.
+            kwargs: See `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `subfolder`, ...), any field of
+                [`JetSpecConfig`], and `head_type` (`"jetspec"` or `"dflash"`) for published configs whose keys contradict.
+
+        Returns:
+            `JetSpecDraftHead`: In evaluation mode.
+
+        Raises:
+            ValueError: If the checkpoint is of a kind that cannot be represented, or its tensors are not exactly the head's.
+        """
+        path = pretrained_model_name_or_path
+        if isinstance(path, str) and "::" in path:
+            path, kwargs["subfolder"] = path.split("::", 1)
+        wants_info = kwargs.pop("output_loading_info", False)
+        head, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+            if info.get(problem):
+                raise ValueError(
+                    f"The tensors of {path} must be exactly those its config describes, got {problem}: {sorted(info[problem])}."
+                )
+        for knob, default in DRAFTING_DEFAULTS.items():
+            if not hasattr(head.generation_config, knob):
+                setattr(head.generation_config, knob, default)
+        return (head, info) if wants_info else head
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if self.config.branch_rank and module is self.branch_child:
+            nn.init.zeros_(module.weight)  # an untrained branch term changes nothing
+
+
+JetSpecHead = JetSpecDraftHead

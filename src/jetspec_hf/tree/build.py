@@ -1,0 +1,258 @@
+"""Draft logits to a token tree: the nodes of highest path probability, exactly.
+
+Paper (arXiv 2606.18394): building the draft tree under a budget. The official builder takes a popped node's whole set
+of siblings; this one takes the optimum. Everything is batched and runs on the device, which the host never waits for.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from .token_tree import TokenTree
+
+# (parent_ids (batch, parents), candidate_ids (batch, candidates)) -> what to add to each candidate's logit under each
+# parent (batch, parents, candidates).
+BranchScores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+# A smaller vocabulary is sorted faster than it is divided into blocks, of which as many are compared at once.
+_SMALL_VOCABULARY, _LANES = 8192, 64
+
+
+@torch.no_grad()
+def build_tree(
+    anchor_ids: torch.Tensor,
+    draft_logits: torch.Tensor,
+    *,
+    tree_budget: int,
+    tree_width: int,
+    temperature: float = 1.0,
+    branch: BranchScores | None = None,
+    branch_candidates: int = 256,
+) -> TokenTree:
+    """Return the tree of the `tree_budget` nodes with the highest path probability under the draft.
+
+    A path's log-probability is the sum of its nodes' scores. Without `branch` a node's score depends on its depth `d`
+    and token `v` alone, `log_softmax(draft_logits[d] / temperature)[v]`, and every node's children are the `tree_width`
+    best tokens of their depth. With `branch` it depends on the parent's token `u` too: `log_softmax((draft_logits[d] +
+    branch(u, .)) / temperature)[v]`, normalised over the `branch_candidates` best tokens of the depth, of which the
+    `tree_width` best under `u` are its children.
+
+    No heap is needed. A path's probability never rises along it, so a node at depth `d` has `d - 1` ancestors at least
+    as good, and only the `tree_budget - d + 1` best nodes of a depth, all children of such nodes, can be among the
+    `tree_budget` best of all depths.
+
+    Args:
+        anchor_ids (`torch.LongTensor` of shape `(batch,)`):
+            The last committed token of each row, the root of its tree.
+        draft_logits (`torch.FloatTensor` of shape `(batch, depth, vocabulary)`):
+            The draft head's logits of the tokens 1, 2, ... after the anchor, in any floating dtype. A logit of `-inf`
+            forbids its token: a node of probability 0 stands after all others. A depth whose logits hold a NaN counts
+            as forbidden altogether.
+        tree_budget (`int`):
+            The number of nodes besides the root, at least 0. Every tree has this many, or all there are if there are
+            fewer.
+        tree_width (`int`):
+            The number of children a node may have, at least 1. More than the candidates there are does no harm.
+        temperature (`float`, *optional*, defaults to 1.0):
+            What to divide the logits by. Pass the temperature that the target samples with, and 1.0 for greedy
+            decoding.
+        branch (`Callable`, *optional*):
+            Maps parents' tokens `(batch, parents)` and a depth's candidates `(batch, candidates)` to what each parent
+            adds to each candidate's logit, `(batch, parents, candidates)`. It is called once for each depth.
+        branch_candidates (`int`, *optional*, defaults to 256):
+            The number of best tokens of a depth, by `draft_logits`, that `branch` chooses among. Unused without
+            `branch`.
+
+    Returns:
+        [`TokenTree`]: `1 + min(tree_budget, size of the whole tree)` nodes in each row.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit, `tree_budget` is negative, `tree_width` or
+            `branch_candidates` is below 1, one of them is not an `int`, `temperature` is not positive and finite, or
+            `branch` returns another shape.
+    """
+    _check_tensors(anchor_ids, draft_logits)
+    _check_at_least("tree_budget", tree_budget, 0, "it counts the nodes besides the root.")
+    _check_at_least("tree_width", tree_width, 1, "it counts the children a node may have.")
+    _check_at_least("branch_candidates", branch_candidates, 1, "it counts the tokens that `branch` chooses among.")
+    if not 0 < temperature < math.inf:
+        raise ValueError(
+            f"`temperature` must be positive and finite, got {temperature}: for greedy decoding leave it at 1.0."
+        )
+    depth_limit = min(draft_logits.shape[1], tree_budget)
+    if depth_limit == 0:
+        return TokenTree.root_only(anchor_ids)
+
+    draft_logits = draft_logits[:, :depth_limit]
+    width = min(tree_width, tree_budget, draft_logits.shape[2])
+    if branch is None:
+        children = _children_by_depth(draft_logits, width, temperature)
+    else:
+        children = _children_by_parent(draft_logits, width, temperature, branch, branch_candidates)
+
+    levels = [_Level.root(anchor_ids)]
+    for depth in range(depth_limit):
+        levels.append(_best_children(levels[-1], *children(depth, levels[-1].token_ids), limit=tree_budget - depth))
+    return _best_nodes(levels, tree_budget)
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """The paths kept at one depth: tensors of shape `(batch, paths)`; `parents` counts within the level above."""
+
+    token_ids: torch.Tensor
+    parents: torch.Tensor
+    log_probs: torch.Tensor
+
+    @classmethod
+    def root(cls, anchor_ids: torch.Tensor) -> "_Level":
+        """Return the level of the empty path."""
+        token_ids = anchor_ids[:, None]
+        return cls(token_ids, torch.zeros_like(token_ids), torch.zeros_like(token_ids, dtype=torch.float32))
+
+
+def _best_children(level: _Level, log_probs: torch.Tensor, token_ids: torch.Tensor, limit: int) -> _Level:
+    """Keep the `limit` best paths of one step more.
+
+    The children's tensors have shape `(batch, paths, width)`, or `(batch, 1, width)` if all paths have the same
+    children.
+    """
+    path_log_probs = level.log_probs[:, :, None] + log_probs
+    paths, width = path_log_probs.shape[1:]
+    best, chosen = path_log_probs.flatten(1).topk(min(limit, paths * width), dim=1)
+    token_ids = token_ids.expand(-1, paths, -1).flatten(1).gather(1, chosen)
+    return _Level(token_ids, chosen // width, best)
+
+
+def _best_nodes(levels: list[_Level], tree_budget: int) -> TokenTree:
+    """Keep the root and the `tree_budget` best nodes of all levels, and renumber their parents."""
+    parents, depths, start = [torch.full_like(levels[0].parents, -1)], [torch.zeros_like(levels[0].parents)], 0
+    for depth, (above, level) in enumerate(pairwise(levels), start=1):
+        parents.append(level.parents + start)
+        depths.append(torch.full_like(level.parents, depth))
+        start += above.parents.shape[1]
+
+    # A stable sort of levels in order: among equals the shallower stands first, hence a parent before its children.
+    log_probs, order = torch.cat([level.log_probs for level in levels], dim=1).sort(dim=1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    order = order[:, : tree_budget + 1]
+    parent = torch.cat(parents, dim=1).gather(1, order)
+    return TokenTree(
+        token_ids=torch.cat([level.token_ids for level in levels], dim=1).gather(1, order),
+        parents=torch.where(parent < 0, -1, rank.gather(1, parent.clamp(min=0))),
+        depths=torch.cat(depths, dim=1).gather(1, order),
+        log_probs=log_probs[:, : tree_budget + 1],
+        depth_limit=len(levels) - 1,
+    )
+
+
+# (depth, parent_ids (batch, paths)) -> log-probabilities and tokens of each path's children, (batch, paths, width), or
+# (batch, 1, width) if all paths have the same. No log-probability is above 0 or NaN.
+_Children = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _children_by_depth(draft_logits: torch.Tensor, width: int, temperature: float) -> _Children:
+    """Score children by their depth and token."""
+    best, token_ids = _best_tokens(draft_logits, width)
+
+    def children(depth: int, parent_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = _log_probs_of_best(best[:, depth], draft_logits[:, depth], temperature)
+        return log_probs[:, None], token_ids[:, None, depth]
+
+    return children
+
+
+def _children_by_parent(
+    draft_logits: torch.Tensor, width: int, temperature: float, branch: BranchScores, branch_candidates: int
+) -> _Children:
+    """Score children by their depth, token and parent's token."""
+    logits, candidate_ids = _best_tokens(draft_logits, min(branch_candidates, draft_logits.shape[2]))
+
+    def children(depth: int, parent_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        extra = branch(parent_ids, candidate_ids[:, depth])
+        expected = (*parent_ids.shape, candidate_ids.shape[2])
+        if extra.shape != expected:
+            raise ValueError(
+                f"`branch` must return shape (batch, parents, candidates), here {expected}, got {tuple(extra.shape)}: "
+                "return what each parent's token adds to the logit of each candidate."
+            )
+        scores = logits[:, None, depth].float() + extra.float()
+        best, chosen = scores.topk(min(width, expected[2]), dim=2)
+        token_ids = candidate_ids[:, None, depth].expand(expected).gather(2, chosen)
+        return _log_probs_of_best(best, scores, temperature), token_ids
+
+    return children
+
+
+def _log_probs_of_best(best: torch.Tensor, scores: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return `log_softmax(scores / temperature)` at the entries `best`, which are the largest ones, sorted.
+
+    With the largest known, no full log-softmax is stored. Nothing exceeds 0, since the sum below holds the largest's
+    own 1. What has no probability, a forbidden entry or all of a row that holds a NaN or no finite number, gets `-inf`.
+    """
+    peak = best[..., :1].float()
+    distances = scores - peak
+    if temperature != 1.0:  # greedy decoding, the usual case, need not pass over the vocabulary once more
+        distances.div_(temperature)
+    log_sum = distances.exp_().sum(dim=-1, keepdim=True).log_()
+    return ((best - peak) / temperature - log_sum).nan_to_num_(nan=-math.inf, neginf=-math.inf)
+
+
+def _best_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `count` largest logits of the last dimension, sorted, and where they are.
+
+    This is `topk` made fast for a large vocabulary. The `count` largest lie in the `count` blocks with the largest maxima, so only those blocks are sorted, and what is
+    left over after the last whole block. Logit `i` belongs to block `i % _LANES` of its group of `_LANES` blocks:
+    maxima of such blocks are taken many at a time.
+    """
+    vocabulary = logits.shape[-1]
+    if vocabulary < max(_SMALL_VOCABULARY, _LANES * count):
+        return logits.topk(count)
+    length = _block_length(vocabulary, count)
+    whole = vocabulary - vocabulary % (_LANES * length)
+    groups = logits[..., :whole].view(*logits.shape[:-1], whole // (_LANES * length), length, _LANES)
+    maxima = groups.amax(dim=-2).flatten(-2)
+    block = maxima.topk(count, sorted=False).indices
+    first = block + block // _LANES * (_LANES * (length - 1))
+    token_ids = (first[..., None] + torch.arange(0, _LANES * length, _LANES, device=logits.device)).flatten(-2)
+    rest = torch.arange(whole, vocabulary, device=logits.device).expand(*logits.shape[:-1], -1)
+    token_ids = torch.cat([token_ids, rest], dim=-1)
+    best, chosen = logits.gather(-1, token_ids).topk(count)
+    return best, token_ids.gather(-1, chosen)
+
+
+def _block_length(vocabulary: int, count: int) -> int:
+    """Return the block length that leaves the fewest numbers to sort: maxima, `count` blocks' logits, and the rest."""
+    ideal = math.isqrt(vocabulary // count)  # without a rest
+    lengths = range(ideal - ideal // 4, ideal + ideal // 4 + 1)
+    return min(lengths, key=lambda length: vocabulary // length + count * length + vocabulary % (_LANES * length))
+
+
+def _check_tensors(anchor_ids: torch.Tensor, draft_logits: torch.Tensor) -> None:
+    if anchor_ids.ndim != 1 or anchor_ids.dtype != torch.int64:
+        raise ValueError(
+            f"`anchor_ids` must be a torch.LongTensor of shape (batch,), got {anchor_ids.dtype} of shape "
+            f"{tuple(anchor_ids.shape)}: pass the last committed token of each row."
+        )
+    if draft_logits.ndim != 3 or not draft_logits.is_floating_point() or draft_logits.shape[2] == 0:
+        raise ValueError(
+            "`draft_logits` must be a floating tensor of shape (batch, depth, vocabulary) with a vocabulary of at least 1, "
+            f"got {draft_logits.dtype} of shape {tuple(draft_logits.shape)}: pass the draft head's logits of the tokens "
+            "after the anchor."
+        )
+    if anchor_ids.shape[0] != draft_logits.shape[0] or anchor_ids.device != draft_logits.device:
+        raise ValueError(
+            "`anchor_ids` and `draft_logits` must have the same batch size and device, got "
+            f"{anchor_ids.shape[0]} on {anchor_ids.device} and {draft_logits.shape[0]} on {draft_logits.device}: "
+            "pass one anchor for each row, on the device of the logits."
+        )
+
+
+def _check_at_least(name: str, value: int, least: int, meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` must be an int of at least {least}, got {value!r}: {meaning}")
