@@ -53,6 +53,7 @@ class Verifier:
         self._model_kwargs = model_kwargs
         self._generation_config = generation_config
         self._kinds = attention_kinds(target)
+        self._shares_keys = bool(getattr(target.config.get_text_config(decoder=True), "num_kv_shared_layers", 0))
         self._mask_per_kind = takes_mask_per_kind(target)
         self._recording = False
         self.cache: Cache = model_kwargs.get(CACHE_NAME)
@@ -83,6 +84,9 @@ class Verifier:
             `tuple`: The target's outputs, whose last logits give the first token, and the committed prompt.
         """
         reused = cached_length(self.cache)
+        if self._shares_keys and "logits_to_keep" in self._model_kwargs:
+            # an integer lets layers that share keys and values skip the prompt, whose features the head needs
+            self._model_kwargs["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
         with self._taps.recording():
             outputs = self._target._prefill(input_ids, self._generation_config, self._model_kwargs)
         self._model_kwargs = self._target._update_model_kwargs_for_generation(outputs, self._model_kwargs)

@@ -195,20 +195,20 @@ def _log_probs_of_best(best: torch.Tensor, scores: torch.Tensor, temperature: fl
     With the largest known, no full log-softmax is stored. Nothing exceeds 0, since the sum below holds the largest's
     own 1. What has no probability, a forbidden entry or all of a row that holds a NaN or no finite number, gets `-inf`.
     """
-    peak = best[..., :1].float()
+    peak = best[..., :1].to(torch.promote_types(best.dtype, torch.float32))
     distances = scores - peak
     if temperature != 1.0:  # greedy decoding, the usual case, need not pass over the vocabulary once more
         distances.div_(temperature)
     log_sum = distances.exp_().sum(dim=-1, keepdim=True).log_()
-    return ((best - peak) / temperature - log_sum).nan_to_num_(nan=-math.inf, neginf=-math.inf)
+    return ((best - peak) / temperature - log_sum).nan_to_num_(nan=-math.inf, neginf=-math.inf).float()
 
 
 def _best_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `count` largest logits of the last dimension, sorted, and where they are.
 
-    This is `topk` made fast for a large vocabulary. The `count` largest lie in the `count` blocks with the largest maxima, so only those blocks are sorted, and what is
-    left over after the last whole block. Logit `i` belongs to block `i % _LANES` of its group of `_LANES` blocks:
-    maxima of such blocks are taken many at a time.
+    This is `topk` made fast for a large vocabulary. The `count` largest lie in the `count` blocks with the largest
+    maxima, so only those blocks are sorted, and what is left over after the last whole block. Logit `i` belongs to
+    block `i % _LANES` of its group of `_LANES` blocks: maxima of such blocks are taken many at a time.
     """
     vocabulary = logits.shape[-1]
     if vocabulary < max(_SMALL_VOCABULARY, _LANES * count):
@@ -241,9 +241,9 @@ def _check_tensors(anchor_ids: torch.Tensor, draft_logits: torch.Tensor) -> None
         )
     if draft_logits.ndim != 3 or not draft_logits.is_floating_point() or draft_logits.shape[2] == 0:
         raise ValueError(
-            "`draft_logits` must be a floating tensor of shape (batch, depth, vocabulary) with a vocabulary of at least 1, "
-            f"got {draft_logits.dtype} of shape {tuple(draft_logits.shape)}: pass the draft head's logits of the tokens "
-            "after the anchor."
+            "`draft_logits` must be a floating tensor of shape (batch, depth, vocabulary), the vocabulary at least 1, "
+            f"got {draft_logits.dtype} of shape {tuple(draft_logits.shape)}: pass the draft head's logits of the "
+            "tokens after the anchor."
         )
     if anchor_ids.shape[0] != draft_logits.shape[0] or anchor_ids.device != draft_logits.device:
         raise ValueError(

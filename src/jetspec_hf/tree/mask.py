@@ -49,7 +49,8 @@ def tree_attention_mask(
 
     Raises:
         ValueError: `prefix_mask` is not a `torch.BoolTensor` of shape `(batch, P)`, the columns do not cover all of the
-            tree, `kv_offset` is negative or behind the prefix, `sliding_window` or `chunk_size` is below 1, or `dtype` is not floating.
+            tree, `kv_offset` is negative or behind the prefix, `sliding_window` or `chunk_size` is below 1, or `dtype`
+            is not floating.
     """
     _check(tree, prefix_mask, kv_length, kv_offset, sliding_window, chunk_size, dtype)
     prefix_length = prefix_mask.shape[1]
@@ -87,8 +88,8 @@ def tree_position_ids(tree: TokenTree, anchor_positions: torch.Tensor) -> torch.
     """
     if anchor_positions.shape != (tree.batch_size,) or anchor_positions.dtype != torch.int64:
         raise ValueError(
-            f"`anchor_positions` must be a torch.LongTensor of shape ({tree.batch_size},), got {anchor_positions.dtype} "
-            f"of shape {tuple(anchor_positions.shape)}: pass one position for each row of the tree."
+            f"`anchor_positions` must be a torch.LongTensor of shape ({tree.batch_size},), got "
+            f"{anchor_positions.dtype} of shape {tuple(anchor_positions.shape)}: pass one position for each row."
         )
     return anchor_positions[:, None] + tree.depths
 
@@ -127,8 +128,9 @@ def _check(
 ) -> None:
     if prefix_mask.ndim != 2 or prefix_mask.shape[0] != tree.batch_size or prefix_mask.dtype != torch.bool:
         raise ValueError(
-            f"`prefix_mask` must be a torch.BoolTensor of shape ({tree.batch_size}, cached slots), got {prefix_mask.dtype} "
-            f"of shape {tuple(prefix_mask.shape)}: pass one row for each tree, `mask.bool()` if it is an integer mask."
+            f"`prefix_mask` must be a torch.BoolTensor of shape ({tree.batch_size}, cached slots), got "
+            f"{prefix_mask.dtype} of shape {tuple(prefix_mask.shape)}: pass one row for each tree, `mask.bool()` if it "
+            "is an integer mask."
         )
     if prefix_mask.device != tree.device:
         raise ValueError(
