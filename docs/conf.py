@@ -34,9 +34,7 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)$")
 REFERENCE = re.compile(r"\[`~?(?P<name>[^`]+)`\]")
 
 
-def hugging_face_to_restructured_text(
-    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
-) -> None:
+def hugging_face_to_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Turns the Markdown of Hugging Face docstrings (fenced code, [`Reference`]) into reStructuredText, in place."""
     converted: list[str] = []
     in_code = False

@@ -4,7 +4,7 @@
     python examples/demo.py --head path/to/head --tree-budget 32 --prompt "The capital of France is"
 
 Prints, for each prompt, tokens per second of both, the acceptance length (tokens committed per target forward) and
-whether both texts are identical; at the end, the last token tree with its accepted path. Without `--head` a fresh,
+whether both texts are identical; at the end, one token tree with its accepted path. Without `--head` a fresh,
 untrained head drafts: next to nothing is accepted, so it shows that the text is exact, not how fast a trained head is.
 """
 
@@ -19,10 +19,17 @@ from typing import Any
 import psutil
 import torch
 from prepare_target import DEFAULT_FOLDER, prepare
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 
-from jetspec_hf import AcceptanceStats, JetSpecHead
-from jetspec_hf.tree import draw_tree
+from jetspec_hf import AcceptanceStats, JetSpecHead, TreePicture, draw_tree
 
 PROMPTS = (
     "The three primary colours are",
@@ -62,6 +69,28 @@ def generate(
     seconds = time.perf_counter() - start
     new_tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     return Timed(new_tokens, seconds, getattr(output, "acceptance", None))
+
+
+class LongerThan(StoppingCriteria):
+    """Stops once a text has more than `length` tokens: unlike `max_new_tokens` it cuts no tree short."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs: Any) -> torch.BoolTensor:
+        """Per row, whether it is to stop."""
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] > self.length, device=input_ids.device)
+
+
+def picture_of_a_tree(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, head: JetSpecHead
+) -> TreePicture:
+    """A few steps into the text, the token tree of one step with its accepted path."""
+    inputs = tokenizer(prompt, return_tensors="pt")
+    stop = StoppingCriteriaList([LongerThan(inputs["input_ids"].shape[1] + 3)])
+    target.generate(**inputs, max_new_tokens=64, do_sample=False, stopping_criteria=stop, assistant_model=head)
+    stats = head.last_acceptance
+    return draw_tree(stats.last_tree, accepted=stats.last_path[0], tokenizer=tokenizer)
 
 
 def physical_cores() -> int:
@@ -112,21 +141,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for assistant in ({}, {"assistant_model": head}):  # first calls are slower
         target.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=2, do_sample=False, **assistant)
 
+    prompts = options.prompt or PROMPTS
     identical = []
-    for number, prompt in enumerate(options.prompt or PROMPTS, start=1):
+    for number, prompt in enumerate(prompts, start=1):
         print(f"\n=== prompt {number}: plain ===")
         plain = generate(target, tokenizer, prompt, options.max_new_tokens)
         print(f"\n=== prompt {number}: token tree ===")
         tree = generate(target, tokenizer, prompt, options.max_new_tokens, assistant_model=head)
-        stats = tree.acceptance
         identical.append(plain.tokens == tree.tokens)
         print(
             f"\n--- plain {plain.tokens_per_second:.1f} tokens/s, tree {tree.tokens_per_second:.1f} tokens/s, "
-            f"tau {stats.mean_acceptance_length:.2f}, identical: {'yes' if identical[-1] else 'no'}"
+            f"tau {tree.acceptance.mean_acceptance_length:.2f}, identical: {'yes' if identical[-1] else 'no'}"
         )
 
-    print("\nThe last tree and its accepted path:\n")
-    print(draw_tree(stats.last_tree, accepted=stats.last_path[0], tokenizer=tokenizer))
+    print("\nOne token tree of the last prompt and its accepted path:\n")
+    print(picture_of_a_tree(target, tokenizer, prompts[-1], head))
     print(f"\nidentical: {'yes' if all(identical) else 'no'} ({sum(identical)} of {len(identical)} prompts)")
     if options.head is None:
         print("The head was untrained: nearly every draft is rejected, and tree generation is slower than plain.")

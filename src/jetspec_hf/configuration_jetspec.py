@@ -170,7 +170,9 @@ class JetSpecConfig(PreTrainedConfig):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be `True` or `False`, got {getattr(self, name)!r}.")
         if self.tie_word_embeddings:
-            raise ValueError("`tie_word_embeddings` must be `False`, got True: a draft head has no embeddings of its own.")
+            raise ValueError(
+                "`tie_word_embeddings` must be `False`, got True: a draft head has no embeddings of its own."
+            )
         if not isinstance(self.hidden_act, str):
             raise ValueError(f"`hidden_act` must be the name of an activation, got {self.hidden_act!r}.")
         if not isinstance(self.target_name_or_path, str | None):
@@ -193,7 +195,9 @@ class JetSpecConfig(PreTrainedConfig):
                 f"`num_hidden_layers={self.num_hidden_layers}`."
             )
         if self.sliding_window is not None and not _is_positive_integer(self.sliding_window):
-            raise ValueError(f"`sliding_window` must be `None` or an integer of at least 1, got {self.sliding_window!r}.")
+            raise ValueError(
+                f"`sliding_window` must be `None` or an integer of at least 1, got {self.sliding_window!r}."
+            )
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("`sliding_window` must be set when `layer_types` has sliding_attention layers, got None.")
         kinds = set(self.layer_types)

@@ -37,7 +37,10 @@ def _is_ours(assistant_model: object, generation_config: GenerationConfig) -> bo
 def _wrap_validation(original: Any) -> Any:
     @functools.wraps(original)
     def _validate_generation_mode(
-        self: PreTrainedModel, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
+        self: PreTrainedModel,
+        generation_mode: GenerationMode,
+        generation_config: GenerationConfig,
+        generation_mode_kwargs: dict[str, Any],
     ) -> None:
         head = generation_mode_kwargs.get("assistant_model")
         if generation_mode == GenerationMode.ASSISTED_GENERATION and _is_ours(head, generation_config):
@@ -55,7 +58,9 @@ def _wrap_decoding(original: Any) -> Any:
             return original(self, input_ids, *args, **kwargs)
         for name in ("assistant_model", "inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)
-        if (reason := length_limit_reason(self, input_ids.shape[1], kwargs["generation_config"].max_length)) is not None:
+        if (
+            reason := length_limit_reason(self, input_ids.shape[1], kwargs["generation_config"].max_length)
+        ) is not None:
             raise ValueError(f"{type(self).__name__} {reason}.")
         _self_test_once(head, self)
         return tree_decoding(self, input_ids, *args, head=head, **kwargs)
@@ -81,7 +86,9 @@ def check_call(
     DraftingKnobs.resolve(head, target, generation_config)
     for name in _OTHER_DRAFTERS:
         if getattr(generation_config, name, None):
-            raise ValueError(f"`{name}` must not be set together with a JetSpec head, got {getattr(generation_config, name)!r}: choose one drafter.")
+            raise ValueError(
+                f"`{name}` must not be set together with a JetSpec head, got {getattr(generation_config, name)!r}: choose one drafter."
+            )
     if generation_config.assistant_ensemble_weight is not None:
         raise ValueError(
             f"`assistant_ensemble_weight` must be `None` with a JetSpec head, got {generation_config.assistant_ensemble_weight}: the text is "
@@ -96,7 +103,9 @@ def check_call(
             f"`num_return_sequences` must be 1 with a JetSpec head, got {generation_config.num_return_sequences}: repeat the prompt in the batch."
         )
     if generation_config.use_cache is False:
-        raise ValueError("`use_cache` must be `True` with a JetSpec head, got False: a tree is verified on top of the cached prefix.")
+        raise ValueError(
+            "`use_cache` must be `True` with a JetSpec head, got False: a tree is verified on top of the cached prefix."
+        )
     if generation_config.cache_implementation == "quantized":
         raise ValueError(
             "`cache_implementation` must not be 'quantized' with a JetSpec head: rejected tokens cannot be taken out of a quantised cache."

@@ -120,7 +120,9 @@ def _refuse_unsupported(config: dict[str, Any], dflash: dict[str, Any]) -> None:
     elif "speculators_model_type" in config:
         kind = _REFUSED_ARCHITECTURES["DFlashSpeculator"]
     if kind is not None:
-        raise ValueError(f"`architectures` must name a head that this library can represent, got {architectures!r}: {kind}.")
+        raise ValueError(
+            f"`architectures` must name a head that this library can represent, got {architectures!r}: {kind}."
+        )
     for key, meaning in (
         ("shift_label", "shifted labels: row k predicts token k + 1"),
         ("draft_shift", "a shifted read-out: row k predicts token k + 1"),
@@ -128,7 +130,9 @@ def _refuse_unsupported(config: dict[str, Any], dflash: dict[str, Any]) -> None:
         ("attention_sink_bias", "attention sinks"),
     ):
         if dflash.get(key, config.get(key)):
-            raise ValueError(f"`{key}` must be false or missing in a published head, got true: {meaning} is not supported.")
+            raise ValueError(
+                f"`{key}` must be false or missing in a published head, got true: {meaning} is not supported."
+            )
     target_hidden = dflash.get("target_hidden_size", config.get("target_hidden_size"))
     if target_hidden is not None and target_hidden != config.get("hidden_size"):
         raise ValueError(
@@ -147,9 +151,13 @@ def _required(config: dict[str, Any], dflash: dict[str, Any], key: str) -> Any:
     """A key that stands at the top level or inside `dflash_config`; in both places only with the same value."""
     found = [place[key] for place in (config, dflash) if place.get(key) is not None]
     if not found:
-        raise ValueError(f"`{key}` must be at the top level or inside `dflash_config` of a published head, got neither.")
+        raise ValueError(
+            f"`{key}` must be at the top level or inside `dflash_config` of a published head, got neither."
+        )
     if found[0] != found[-1]:
-        raise ValueError(f"`{key}` must be the same at the top level and inside `dflash_config`, got {found[0]} and {found[-1]}.")
+        raise ValueError(
+            f"`{key}` must be the same at the top level and inside `dflash_config`, got {found[0]} and {found[-1]}."
+        )
     return found[0]
 
 
@@ -158,7 +166,9 @@ def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = config.get("rope_theta")
     if "rope_theta" not in parameters and theta is None:
-        raise ValueError("`rope_theta` or `rope_parameters.rope_theta` must be in the config of a published head, got neither.")
+        raise ValueError(
+            "`rope_theta` or `rope_parameters.rope_theta` must be in the config of a published head, got neither."
+        )
     parameters.setdefault("rope_theta", theta)
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
     if theta is not None and parameters["rope_theta"] != theta:

@@ -183,7 +183,9 @@ def check_target(target: PreTrainedModel, config: "JetSpecConfig") -> None:
     )
     for field, has, wants in facts:
         if wants is not None and has != wants:
-            raise ValueError(f"The head's `{field}` must equal the target's, got {wants} and {has}: this head is for another target.")
+            raise ValueError(
+                f"The head's `{field}` must equal the target's, got {wants} and {has}: this head is for another target."
+            )
     if max(config.target_layer_ids) >= text_config.num_hidden_layers:
         raise ValueError(
             f"The head's `target_layer_ids` must be below the target's {text_config.num_hidden_layers} layers, got "
@@ -193,7 +195,9 @@ def check_target(target: PreTrainedModel, config: "JetSpecConfig") -> None:
         raise ValueError(f"{name} has no output embeddings, which a draft head borrows.")
     made_for, given = config.target_name_or_path, target.config.name_or_path
     if made_for and given and made_for != given:
-        logger.warning_once(f"This head was made for the target {made_for!r} and is used with {given!r}: acceptance may be low.")
+        logger.warning_once(
+            f"This head was made for the target {made_for!r} and is used with {given!r}: acceptance may be low."
+        )
 
 
 def head_config_for(target: PreTrainedModel, fields: dict[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,6 @@ PROCESSORS: dict[str, Callable[[], dict[str, Any]]] = {
     "repetition_penalty": lambda: {"repetition_penalty": 1.8},
     "no_repeat_ngram_size": lambda: {"no_repeat_ngram_size": 2},
     "bad_words_ids": lambda: {"bad_words_ids": [[5], [6, 7], *([a, b] for a in range(20, 90) for b in (a + 1, a + 2))]},
-    "forced_bos_token_id": lambda: {"forced_bos_token_id": 11},
     "forced_eos_token_id": lambda: {"forced_eos_token_id": 12},
     "suppress_tokens": lambda: {"suppress_tokens": list(range(3, 128, 2))},
     "begin_suppress_tokens": lambda: {"begin_suppress_tokens": list(range(3, 128, 2))},
@@ -188,6 +187,19 @@ def test_a_batch_in_lockstep_samples_the_same_tokens_from_the_same_seed(
         head.know(reference.texts, accuracy=0.9, runner_up_rate=0.2).draft_with(**WIDE)
         torch.manual_seed(seed)
         assert torch.equal(decode(target, head, reference, do_sample=True, **PROCESSORS[name]()), reference.sequences)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_forced_first_token_follows_a_prompt_of_one_token(
+    target: PreTrainedModel, head: OracleHead, rows: int
+) -> None:
+    def options() -> dict[str, Any]:
+        return {"forced_bos_token_id": 11, "begin_suppress_tokens": list(range(3, 128, 2))}
+
+    reference = greedy_reference(target, (1,) * rows, NEW_TOKENS, options=options)
+    assert (reference.new_tokens[:, 0] == 11).all()
+    head.know(reference.texts, accuracy=0.8, runner_up_rate=0.3).draft_with(**WIDE)
+    assert torch.equal(decode(target, head, reference, do_sample=False, **options()), reference.sequences)
 
 
 def test_negative_prompts_guide_as_in_plain_decoding(target: PreTrainedModel, head: OracleHead) -> None:

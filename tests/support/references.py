@@ -47,6 +47,14 @@ class Reference:
             for row, mask in zip(self.sequences, self.attention_mask, strict=True)
         ]
 
+    def texts_until(self, *eos_token_ids: int) -> list[list[int]]:
+        """`texts`, each cut after the first of these tokens that its row generated."""
+        cut = []
+        for text, row in zip(self.texts, self.new_tokens.tolist(), strict=True):
+            ends = [at for at, token in enumerate(row) if token in eos_token_ids]
+            cut.append(text[: len(text) - len(row) + ends[0] + 1] if ends else text)
+        return cut
+
     def first(self, new_tokens: int) -> torch.Tensor:
         """The sequences after `new_tokens` tokens: what greedy decoding returns when it is cut there."""
         return self.sequences[:, : self.input_ids.shape[1] + new_tokens]

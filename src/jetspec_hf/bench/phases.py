@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GenerationMixin
 
 from ..modeling_jetspec import JetSpecDraftHead
 
@@ -159,12 +159,12 @@ def growth_table(quarters: Mapping[str, tuple[float, float]]) -> str:
 
 
 def measure(
-    target: PreTrainedModel, input_ids: torch.Tensor, max_new_tokens: int, head: JetSpecDraftHead | None = None
+    target: GenerationMixin, input_ids: torch.Tensor, max_new_tokens: int, head: JetSpecDraftHead | None = None
 ) -> Measurement:
     """Runs one greedy generation and times it.
 
     Args:
-        target (`PreTrainedModel`): The model that is sped up.
+        target (`GenerationMixin`): The model that is sped up.
         input_ids (`torch.LongTensor` of shape `(1, prompt)`): The prompt.
         max_new_tokens (`int`): Tokens to generate.
         head ([`JetSpecDraftHead`], *optional*): The draft head; plain generation without it.
@@ -186,7 +186,7 @@ def measure(
     return Measurement(tokens, seconds, stats.seconds, tuple(stats.step_seconds), stats.mean_acceptance_length)
 
 
-def load(options: argparse.Namespace) -> tuple[PreTrainedModel, JetSpecDraftHead, torch.Tensor]:
+def load(options: argparse.Namespace) -> tuple[GenerationMixin, JetSpecDraftHead, torch.Tensor]:
     """Loads target and head, and encodes the prompt.
 
     Args:

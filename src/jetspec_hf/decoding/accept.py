@@ -23,7 +23,10 @@ def accept(tree: TokenTree, logits: torch.Tensor, writer: TokenWriter) -> list[l
         them, it is the next anchor. Empty for rows that had finished before.
     """
     children = [
-        {(parent, token): node for node, (parent, token) in reversed(list(enumerate(zip(parents, tokens, strict=True))))}
+        {
+            (parent, token): node
+            for node, (parent, token) in reversed(list(enumerate(zip(parents, tokens, strict=True))))
+        }
         for parents, tokens in zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
     ]
     paths: list[list[int]] = [[] for _ in range(tree.batch_size)]

@@ -47,9 +47,13 @@ def check_cache(cache: Cache | None) -> None:
         ValueError: If there is no cache, or one of its layers is of a kind that cannot keep an accepted path.
     """
     if cache is None:
-        raise ValueError("`use_cache` must be `True` with a JetSpec head, got no cache: a tree is verified on top of the cached prefix.")
+        raise ValueError(
+            "`use_cache` must be `True` with a JetSpec head, got no cache: a tree is verified on top of the cached prefix."
+        )
     if isinstance(cache, EncoderDecoderCache) or not isinstance(cache, DynamicCache | StaticCache | Cache):
-        raise ValueError(f"`cache` must be a `DynamicCache` or a `StaticCache` with a JetSpec head, got {type(cache).__name__}.")
+        raise ValueError(
+            f"`cache` must be a `DynamicCache` or a `StaticCache` with a JetSpec head, got {type(cache).__name__}."
+        )
     for layer in cache.layers:
         if type(layer) not in (*_DYNAMIC_LAYERS, *_STATIC_LAYERS, *_PLACEHOLDER_LAYERS):
             raise ValueError(
@@ -88,7 +92,11 @@ def is_static(cache: Cache) -> bool:
 
 def free_slots(cache: Cache) -> int | None:
     """Number of slots a static cache still has, `None` if it can grow."""
-    sizes = [layer.max_cache_len - int(layer.get_seq_length()) for layer in _filled_layers(cache) if isinstance(layer, StaticLayer)]
+    sizes = [
+        layer.max_cache_len - int(layer.get_seq_length())
+        for layer in _filled_layers(cache)
+        if isinstance(layer, StaticLayer)
+    ]
     return min(sizes) if sizes else None
 
 
@@ -116,7 +124,11 @@ def commit_path(cache: Cache, num_nodes: int, path: torch.LongTensor) -> None:
         for name, (slot_dim, row_dim) in _SLOT_TENSORS.items():
             if (tensor := _tensor(layer, name)) is None:
                 continue
-            first = int(layer.get_seq_length()) - num_nodes if isinstance(layer, StaticLayer) else tensor.shape[slot_dim] - num_nodes
+            first = (
+                int(layer.get_seq_length()) - num_nodes
+                if isinstance(layer, StaticLayer)
+                else tensor.shape[slot_dim] - num_nodes
+            )
             accepted = _take(tensor, path + first, slot_dim, row_dim)
             tensor.narrow(slot_dim, first, kept).copy_(accepted)
     cache.crop(kept - num_nodes)

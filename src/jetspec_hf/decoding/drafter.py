@@ -61,7 +61,9 @@ class DraftingKnobs:
         if not _is_integer(width) or width < 1:
             raise ValueError(f"`tree_width` must be an integer of at least 1, got {width!r}.")
         if not _is_integer(depth) or not 1 <= depth <= longest:
-            raise ValueError(f"`draft_depth` must be an integer from 1 to the head's block size minus one, {longest}, got {depth!r}.")
+            raise ValueError(
+                f"`draft_depth` must be an integer from 1 to the head's block size minus one, {longest}, got {depth!r}."
+            )
         temperature = call.temperature if call.do_sample and call.temperature else 1.0
         return cls(AUTO_TREE_BUDGET if budget == "auto" else budget, width, depth, float(temperature))
 
@@ -193,7 +195,11 @@ class DraftContext:
         features = torch.cat([entry.features.to(device=device, dtype=head.dtype) for entry in pending], dim=1)
         positions = torch.cat([entry.positions.to(device) for entry in pending], dim=1)
         if self.visible is not None or any(entry.visible is not None for entry in pending):
-            known = [torch.ones(self.batch_size, cached, dtype=torch.bool, device=device) if self.visible is None else self.visible]
+            known = [
+                torch.ones(self.batch_size, cached, dtype=torch.bool, device=device)
+                if self.visible is None
+                else self.visible
+            ]
             for entry in pending:
                 everything = torch.ones(entry.positions.shape, dtype=torch.bool, device=device)
                 known.append(everything if entry.visible is None else entry.visible.to(device))

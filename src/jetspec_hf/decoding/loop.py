@@ -51,7 +51,9 @@ def tree_decoding(
     """
     taps = FeatureTaps(target, head.config.target_layer_ids)
     verifier = Verifier(target, taps, model_kwargs, generation_config)
-    drafter = Drafter(head, target, verifier.cache, DraftingKnobs.resolve(head, target, generation_config), input_ids.shape[0])
+    drafter = Drafter(
+        head, target, verifier.cache, DraftingKnobs.resolve(head, target, generation_config), input_ids.shape[0]
+    )
     keeps_cache = bool(generation_config.return_dict_in_generate or getattr(verifier.cache, "_is_user_defined", False))
     # a static cache has no room for catching up, so rows whose cache somebody will see stay together
     lockstep = keeps_cache and is_static(verifier.cache)

@@ -39,12 +39,18 @@ def check_tree_logits(target: PreTrainedModel) -> None:
     """
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
     device = target.get_input_embeddings().weight.device
-    tokens = torch.arange(3, 3 + _PROMPT_LENGTH + len(_PARENTS), device="cpu" if device.type == "meta" else device) * 7 % vocabulary
+    tokens = (
+        torch.arange(3, 3 + _PROMPT_LENGTH + len(_PARENTS), device="cpu" if device.type == "meta" else device)
+        * 7
+        % vocabulary
+    )
     prompt, nodes = tokens[:_PROMPT_LENGTH], tokens[_PROMPT_LENGTH:]
     tree_logits = _tree_logits(target, prompt, nodes)
     plain_logits = torch.zeros_like(tree_logits)
     for path in _LEAF_PATHS:
-        logits = target(input_ids=torch.cat([prompt, nodes[list(path)]])[None], use_cache=False, return_dict=True).logits
+        logits = target(
+            input_ids=torch.cat([prompt, nodes[list(path)]])[None], use_cache=False, return_dict=True
+        ).logits
         plain_logits[list(path)] = logits[0, _PROMPT_LENGTH:].float()
     error = (tree_logits - plain_logits).abs().mean() / plain_logits.std().clamp(min=1e-12)
     tolerance = _TOLERANCES.get(target.dtype, _HALF_TOLERANCE)

@@ -35,7 +35,9 @@ class FeatureTaps:
     def attached(self) -> Iterator[None]:
         """Hooks the tapped layers for the duration of a generation; always removed."""
         handles = [
-            self._layers[layer_id].register_forward_hook(lambda _module, _args, output, i=layer_id: self._record(i, output))
+            self._layers[layer_id].register_forward_hook(
+                lambda _module, _args, output, i=layer_id: self._record(i, output)
+            )
             for layer_id in dict.fromkeys(self._layer_ids)
         ]
         try:

@@ -29,7 +29,15 @@ from .drafter import CommittedTokens
 from .taps import FeatureTaps
 
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-_REPLACED_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "logits_to_keep", "cache", "past_key_values")
+_REPLACED_INPUTS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "logits_to_keep",
+    "cache",
+    "past_key_values",
+)
 
 
 class Verifier:
@@ -46,7 +54,11 @@ class Verifier:
     """
 
     def __init__(
-        self, target: PreTrainedModel, taps: FeatureTaps, model_kwargs: dict[str, Any], generation_config: GenerationConfig
+        self,
+        target: PreTrainedModel,
+        taps: FeatureTaps,
+        model_kwargs: dict[str, Any],
+        generation_config: GenerationConfig,
     ) -> None:
         self._target = target
         self._taps = taps
@@ -97,7 +109,9 @@ class Verifier:
         self._describe_prefix(input_ids, outputs.logits)
         positions = (self._prefix_mask.long().cumsum(dim=1) - 1).clamp_(min=0)
         new = self._prefix_mask[:, reused:]
-        committed = CommittedTokens(self._taps.take(), positions[:, reused:], None if bool(new.all()) else new, self.prefix_length)
+        committed = CommittedTokens(
+            self._taps.take(), positions[:, reused:], None if bool(new.all()) else new, self.prefix_length
+        )
         return outputs, committed
 
     def _describe_prefix(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> None:
@@ -110,7 +124,10 @@ class Verifier:
         self._lags = [0] * batch
         anchors = input_ids.new_zeros(batch, 1)
         step = self._target.prepare_inputs_for_generation(
-            torch.cat([input_ids, anchors], dim=1), next_sequence_length=1, is_first_iteration=False, **self._model_kwargs
+            torch.cat([input_ids, anchors], dim=1),
+            next_sequence_length=1,
+            is_first_iteration=False,
+            **self._model_kwargs,
         )
         positions = step.get("position_ids")
         self._next_positions = (
@@ -153,7 +170,11 @@ class Verifier:
         depths = torch.minimum(tree.depths, torch.tensor(last_depths, device=tree.device)[:, None])
         inputs = {
             **self._step_inputs,
-            **{key: self._step_inputs[key][..., -1:].expand(-1, tree.num_nodes) for key in _TOKEN_TYPES if key in self._step_inputs},
+            **{
+                key: self._step_inputs[key][..., -1:].expand(-1, tree.num_nodes)
+                for key in _TOKEN_TYPES
+                if key in self._step_inputs
+            },
             "input_ids": tree.token_ids,
             "position_ids": self._next_positions[..., None] + depths,
             "attention_mask": self._masks(tree),
@@ -215,7 +236,9 @@ class Verifier:
         new_prefix = cached_length(self.cache)
         sources = ragged_sources(prefix, new_prefix, paths).to(self._prefix_mask.device)
         everything = torch.cat([self._prefix_mask, self._prefix_mask.new_ones(len(paths), 1)], dim=1)
-        moved = everything.gather(1, sources.clamp(min=0, max=prefix))  # every node stands for itself in the last column
+        moved = everything.gather(
+            1, sources.clamp(min=0, max=prefix)
+        )  # every node stands for itself in the last column
         return moved & (sources >= 0)
 
     def idle(self) -> None:

@@ -149,7 +149,9 @@ class TokenWriter:
         tokens = [0] * len(rows)
         for length, where in sorted(by_length.items()):
             group = logits if len(where) == len(rows) else logits[where]
-            for index, token in zip(where, self._write_group([rows[index] for index in where], length, group), strict=True):
+            for index, token in zip(
+                where, self._write_group([rows[index] for index in where], length, group), strict=True
+            ):
                 tokens[index] = token
         self._stream()
         return tokens

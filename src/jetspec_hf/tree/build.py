@@ -172,6 +172,7 @@ def _children_by_parent(
 ) -> _Children:
     """Score children by their depth, token and parent's token."""
     logits, candidate_ids = _best_tokens(draft_logits, min(branch_candidates, draft_logits.shape[2]))
+    logits = _at_least_float32(logits)
 
     def children(depth: int, parent_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         extra = branch(parent_ids, candidate_ids[:, depth])
@@ -181,7 +182,7 @@ def _children_by_parent(
                 f"`branch` must return shape (batch, parents, candidates), here {expected}, got {tuple(extra.shape)}: "
                 "return what each parent's token adds to the logit of each candidate."
             )
-        scores = logits[:, None, depth].float() + extra.float()
+        scores = logits[:, None, depth] + extra
         best, chosen = scores.topk(min(width, expected[2]), dim=2)
         token_ids = candidate_ids[:, None, depth].expand(expected).gather(2, chosen)
         return _log_probs_of_best(best, scores, temperature), token_ids
@@ -195,12 +196,16 @@ def _log_probs_of_best(best: torch.Tensor, scores: torch.Tensor, temperature: fl
     With the largest known, no full log-softmax is stored. Nothing exceeds 0, since the sum below holds the largest's
     own 1. What has no probability, a forbidden entry or all of a row that holds a NaN or no finite number, gets `-inf`.
     """
-    peak = best[..., :1].to(torch.promote_types(best.dtype, torch.float32))
+    peak = _at_least_float32(best[..., :1])
     distances = scores - peak
     if temperature != 1.0:  # greedy decoding, the usual case, need not pass over the vocabulary once more
         distances.div_(temperature)
     log_sum = distances.exp_().sum(dim=-1, keepdim=True).log_()
     return ((best - peak) / temperature - log_sum).nan_to_num_(nan=-math.inf, neginf=-math.inf).float()
+
+
+def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _best_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,7 +38,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class PictureNode:
-    """One node as it is shown: its place in the tree, its token, its path's probability, and whether it was accepted."""
+    """One node as it is shown: its place in the tree, token, path probability, and whether it was accepted."""
 
     token_id: int
     parent: int
@@ -180,7 +180,7 @@ class TreePicture:
         if self._shows_probability(index):
             parts.append(
                 f'<text class="probability" x="{left + width - _PADDING:.1f}" y="{baseline:.1f}" '
-                f'font-size="{_SMALL_FONT}" text-anchor="end">{_percent(node.probability)}</text>'
+                f'font-size="{_SMALL_FONT}" text-anchor="end">{escape(_percent(node.probability))}</text>'
             )
         return "".join([*parts, "</g>"])
 

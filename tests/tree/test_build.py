@@ -1,0 +1,420 @@
+"""The builder against the optimum: brute force over all paths, and best-first search where those are too many.
+
+Both oracles compute in double precision with Python's floats and know nothing of tensors, levels or budgets per depth.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetspec_hf.tree import TokenTree, build_tree
+
+Path = tuple[int, ...]
+Children = Callable[[int, int], dict[int, float]]  # depth, parent's token -> log-probability of every candidate
+
+# Sums of up to 15 float32 numbers against sums in double precision; large sums are exact to as many digits.
+TOLERANCE, DIGITS = 2e-5, 1e-6
+
+
+def log_softmax(scores: list[float]) -> list[float]:
+    peak = max(scores)
+    if peak == -math.inf:
+        return scores
+    total = math.fsum(math.exp(score - peak) for score in scores)
+    return [score - peak - math.log(total) for score in scores]
+
+
+def by_depth(logits: list[list[float]], temperature: float) -> Children:
+    """Score children by depth and token."""
+    scores = [dict(enumerate(log_softmax([logit / temperature for logit in row]))) for row in logits]
+    return lambda depth, parent: scores[depth]
+
+
+def by_parent(logits: list[list[float]], temperature: float, extra: list[list[float]], candidates: int) -> Children:
+    """Score children by depth, token and the parent's token, among the best candidates of the depth."""
+
+    def children(depth: int, parent: int) -> dict[int, float]:
+        row = logits[depth]
+        tokens = sorted(range(len(row)), key=lambda token: -row[token])[:candidates]
+        scores = log_softmax([(row[token] + extra[parent][token]) / temperature for token in tokens])
+        return dict(zip(tokens, scores, strict=True))
+
+    return children
+
+
+def best(scores: dict[int, float], width: int) -> list[tuple[int, float]]:
+    return sorted(scores.items(), key=lambda child: -child[1])[:width]
+
+
+def all_paths(
+    children: Children, depth: int, width: int, path: Path, log_prob: float = 0.0
+) -> Iterator[tuple[Path, float]]:
+    """List every path below `path`, whose first token is the anchor."""
+    if len(path) > depth:
+        return
+    for token, score in best(children(len(path) - 1, path[-1]), width):
+        yield (*path, token), log_prob + score
+        yield from all_paths(children, depth, width, (*path, token), log_prob + score)
+
+
+def best_first(children: Children, depth: int, width: int, anchor: int, budget: int) -> list[float]:
+    """Pop the most probable path again and again, pushing its children: exact, because they are never more probable."""
+    frontier: list[tuple[float, Path]] = [(0.0, (anchor,))]
+    popped: list[float] = []
+    while frontier and len(popped) <= budget:
+        cost, path = heapq.heappop(frontier)
+        popped.append(-cost)
+        if len(path) <= depth:
+            for token, score in best(children(len(path) - 1, path[-1]), width):
+                heapq.heappush(frontier, (cost - score, (*path, token)))
+    return popped[1:]
+
+
+def paths_of(tree: TokenTree, row: int) -> list[Path]:
+    """Return each node's tokens from the root on, and check that the tree is one."""
+    tokens, parents, depths = tree.token_ids[row].tolist(), tree.parents[row].tolist(), tree.depths[row].tolist()
+    assert parents[0] == -1
+    paths: list[Path] = [(tokens[0],)]
+    for node in range(1, tree.num_nodes):
+        assert 0 <= parents[node] < node  # hence every prefix of the nodes is a tree too
+        paths.append((*paths[parents[node]], tokens[node]))
+    assert depths == [len(path) - 1 for path in paths]
+    assert max(depths) <= tree.depth_limit
+    assert len(set(paths)) == len(paths)
+    return paths
+
+
+def check_row(
+    tree: TokenTree, row: int, children: Children, width: int, optimum: list[float], tolerance: float = TOLERANCE
+) -> None:
+    """Check that a row is a tree of right scores whose sorted path probabilities are the optimum."""
+
+    def near(values: Any) -> Any:
+        return pytest.approx(values, abs=tolerance, rel=DIGITS)
+
+    paths, log_probs = paths_of(tree, row), tree.log_probs[row].tolist()
+    assert log_probs[0] == 0.0
+    assert log_probs == sorted(log_probs, reverse=True)
+    for node, parent in enumerate(tree.parents[row].tolist()[1:], start=1):
+        scores = children(len(paths[parent]) - 1, paths[parent][-1])
+        score = scores[paths[node][-1]]
+        assert log_probs[node] == near(log_probs[parent] + score)
+        assert log_probs[node] <= log_probs[parent]
+        worst = best(scores, width)[-1][1]
+        assert score >= worst or score == near(worst)  # one of the best children, by value
+    siblings = tree.parents[row].tolist()[1:]
+    assert all(siblings.count(parent) <= width for parent in siblings)
+    assert log_probs[1:] == near(optimum)
+    covered, coverable = (math.fsum(map(math.exp, values)) for values in (log_probs[1:], optimum))
+    assert covered == pytest.approx(coverable, rel=2 * tolerance)
+
+
+def as_stored(logits: torch.Tensor) -> list[Any]:
+    """Return the numbers a tensor holds after rounding to its dtype."""
+    return logits.double().tolist()
+
+
+@st.composite
+def draft_logits(draw: st.DrawFn, batch: int, depth: int, vocabulary: int) -> torch.Tensor:
+    """Logits full of exact ties, or without any; flat, peaked or absurdly peaked; some tokens forbidden."""
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+    shape = (batch, depth, vocabulary)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    scale = draw(st.sampled_from([0.1, 1.0, 30.0, 1000.0]))
+    if draw(st.booleans()):
+        logits = torch.randint(-2, 3, shape, generator=generator) * scale
+    else:
+        logits = torch.randn(shape, generator=generator) * scale
+    forbidden = draw(st.sampled_from([0.0, 0.0, 0.3, 0.8, 1.0]))
+    logits = logits.masked_fill(torch.rand(shape, generator=generator) < forbidden, -math.inf)
+    return logits.to(dtype)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_the_nodes_are_the_best_of_all_paths(data: st.DataObject) -> None:
+    batch = data.draw(st.integers(1, 3), label="batch")
+    depth = data.draw(st.integers(1, 4), label="depth")
+    vocabulary = data.draw(st.integers(1, 6), label="vocabulary")
+    width = data.draw(st.integers(1, 8), label="width")
+    budget = data.draw(st.integers(0, 40) | st.just(2000), label="budget")
+    temperature = data.draw(st.sampled_from([1.0, 1, 0.3, 2.5]), label="temperature")
+    logits = data.draw(draft_logits(batch, depth, vocabulary), label="logits")
+    anchors = torch.arange(batch) + 100
+
+    tree = build_tree(anchors, logits, tree_budget=budget, tree_width=width, temperature=temperature)
+
+    for row in range(batch):
+        children = by_depth(as_stored(logits[row]), temperature)
+        every = sorted((log_prob for _, log_prob in all_paths(children, depth, width, (0,))), reverse=True)
+        assert tree.num_nodes == 1 + min(budget, len(every))
+        check_row(tree, row, children, width, every[:budget])
+    assert tree.token_ids[:, 0].tolist() == anchors.tolist()
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_the_nodes_are_the_best_of_all_paths_under_a_branch_term(data: st.DataObject) -> None:
+    batch = data.draw(st.integers(1, 3), label="batch")
+    depth = data.draw(st.integers(1, 4), label="depth")
+    vocabulary = data.draw(st.integers(1, 6), label="vocabulary")
+    budget = data.draw(st.integers(0, 40) | st.just(2000), label="budget")
+    temperature = data.draw(st.sampled_from([1.0, 0.3, 2.5]), label="temperature")
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]), label="dtype of the branch term")
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1), label="seed"))
+    if data.draw(st.booleans(), label="ties"):
+        # Which of several equal tokens is a child decides what is below it: with ties, all of them must be children.
+        width = data.draw(st.integers(vocabulary, 8), label="width")
+        candidates = data.draw(st.integers(vocabulary, 9), label="candidates")
+        logits = data.draw(draft_logits(batch, depth, vocabulary), label="logits")
+        extra = torch.randint(-1, 2, (vocabulary, vocabulary), generator=generator).to(dtype)
+    else:
+        width = data.draw(st.integers(1, 8), label="width")
+        candidates = data.draw(st.integers(1, 9), label="candidates")
+        order = torch.rand(batch, depth, vocabulary, generator=generator).argsort(dim=-1)
+        logits = order * 0.75 - data.draw(st.sampled_from([0.0, 40.0]))
+        extra = torch.randn(vocabulary, vocabulary, generator=generator).mul(2).to(dtype)
+    anchors = torch.randint(vocabulary, (batch,), generator=generator)
+
+    tree = build_tree(
+        anchors,
+        logits,
+        tree_budget=budget,
+        tree_width=width,
+        temperature=temperature,
+        branch=lambda parents, tokens: extra[parents[:, :, None], tokens[:, None, :]],
+        branch_candidates=candidates,
+    )
+
+    # A float32 logit of 1000 holds the branch term to four digits.
+    tolerance = TOLERANCE + 1e-6 * logits.nan_to_num(neginf=0.0).abs().max().item() / temperature
+    for row, anchor in enumerate(anchors.tolist()):
+        children = by_parent(as_stored(logits[row]), temperature, as_stored(extra), candidates)
+        every = sorted((log_prob for _, log_prob in all_paths(children, depth, width, (anchor,))), reverse=True)
+        assert tree.num_nodes == 1 + min(budget, len(every))
+        check_row(tree, row, children, width, every[:budget], tolerance)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize("budget", [60, 256])
+def test_large_trees_are_those_of_best_first_search(budget: int, scale: float) -> None:
+    logits = torch.randn(2, 15, 50) * scale
+    tree = build_tree(torch.tensor([1, 2]), logits, tree_budget=budget, tree_width=16)
+    for row in range(2):
+        children = by_depth(as_stored(logits[row]), 1.0)
+        check_row(tree, row, children, 16, best_first(children, 15, 16, 0, budget))
+
+
+@pytest.mark.parametrize("budget", [60, 256])
+def test_large_trees_under_a_branch_term_are_those_of_best_first_search(budget: int) -> None:
+    logits, extra = torch.randn(2, 15, 50) * 3, torch.randn(50, 50) * 2
+    tree = build_tree(
+        torch.tensor([1, 2]),
+        logits,
+        tree_budget=budget,
+        tree_width=8,
+        branch=lambda parents, tokens: extra[parents[:, :, None], tokens[:, None, :]],
+        branch_candidates=20,
+    )
+    for row in range(2):
+        children = by_parent(as_stored(logits[row]), 1.0, as_stored(extra), 20)
+        check_row(tree, row, children, 8, best_first(children, 15, 8, row + 1, budget))
+
+
+def test_the_most_probable_paths_are_taken_before_wider_or_deeper_ones() -> None:
+    # Depth 1: 0.6, 0.4; depth 2: 0.9, 0.1. In order: 0.6, 0.54, 0.4, 0.36, 0.06, 0.04.
+    logits = torch.tensor([[[0.6, 0.4], [0.1, 0.9]]]).log()
+    tree = build_tree(torch.tensor([5]), logits, tree_budget=4, tree_width=2)
+    assert tree.token_ids.tolist() == [[5, 0, 1, 1, 1]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 0, 3]]
+    assert tree.depths.tolist() == [[0, 1, 2, 1, 2]]
+    assert tree.log_probs.exp().tolist() == [pytest.approx([1.0, 0.6, 0.54, 0.4, 0.36])]
+
+
+def test_the_temperature_changes_which_paths_are_the_best() -> None:
+    # At temperature 1 the best path of depth 2 has 0.8 * 0.5 = 0.4 > 0.2. At temperature 4 the tokens of depth 1 have
+    # 0.8 ** 0.25 : 0.2 ** 0.25 = 0.586 : 0.414, and the best path of depth 2 has 0.586 * 0.5 = 0.293 < 0.414.
+    logits = torch.tensor([[[0.8, 0.2], [0.5, 0.5]]]).log()
+    depths = {
+        temperature: build_tree(
+            torch.tensor([0]), logits, tree_budget=2, tree_width=2, temperature=temperature
+        ).depths.tolist()
+        for temperature in (1.0, 4.0)
+    }
+    assert depths == {1.0: [[0, 1, 2]], 4.0: [[0, 1, 1]]}
+
+
+def test_width_1_is_the_chain_of_the_best_tokens() -> None:
+    logits = torch.randn(2, 4, 30)
+    tree = build_tree(torch.tensor([3, 4]), logits, tree_budget=10, tree_width=1)
+    assert tree.token_ids[:, 1:].tolist() == logits.argmax(dim=-1).tolist()
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize(("depth", "budget"), [(3, 0), (0, 7), (0, 0)])
+def test_without_budget_or_depth_only_the_root_is_left(depth: int, budget: int) -> None:
+    tree = build_tree(torch.tensor([7, 8]), torch.randn(2, depth, 5), tree_budget=budget, tree_width=3)
+    assert tree.token_ids.tolist() == [[7], [8]]
+    assert tree.max_depth == 0
+
+
+def test_an_empty_batch_makes_an_empty_tree() -> None:
+    tree = build_tree(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 3, 9000), tree_budget=5, tree_width=2)
+    assert tree.token_ids.shape == (0, 6)
+
+
+@pytest.mark.parametrize("vocabulary", [8191, 8192, 8255, 20_011, 151_936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 16, 200])
+def test_the_best_tokens_of_a_large_vocabulary_are_found(vocabulary: int, dtype: torch.dtype, width: int) -> None:
+    # The halves of one tensor, as a head that drafts more than it needs hands them over; bfloat16 makes many ties.
+    logits = (torch.randn(2, 3, 2 * vocabulary) * 3).to(dtype)[:, 1:, :vocabulary]
+    tree = build_tree(torch.tensor([0, 1]), logits[:, :1], tree_budget=width, tree_width=width)
+    expected = logits[:, 0].double().log_softmax(dim=-1)
+    torch.testing.assert_close(
+        tree.log_probs[:, 1:].double(), expected.sort(descending=True).values[:, :width], rtol=0, atol=TOLERANCE
+    )
+    torch.testing.assert_close(
+        tree.log_probs[:, 1:].double(), expected.gather(1, tree.token_ids[:, 1:]), rtol=0, atol=TOLERANCE
+    )
+    assert all(len(set(tokens)) == width for tokens in tree.token_ids[:, 1:].tolist())
+
+
+@pytest.mark.parametrize("place", [0, 63, 64, 9_999, 19_998, 19_999])
+def test_the_only_allowed_token_of_a_large_vocabulary_is_certain(place: int) -> None:
+    logits = torch.full((1, 2, 20_000), -math.inf)
+    logits[..., place] = -3.0
+    tree = build_tree(torch.tensor([0]), logits, tree_budget=6, tree_width=4)
+    assert tree.token_ids[0, :3].tolist() == [0, place, place]
+    assert tree.log_probs[0].tolist() == [0.0, 0.0, 0.0, *[-math.inf] * 4]
+
+
+def test_half_precision_logits_are_summed_in_float32() -> None:
+    # 70 000 equal tokens: their number is beyond float16, and bfloat16 would stop counting at 256.
+    for dtype in (torch.float16, torch.bfloat16):
+        tree = build_tree(torch.tensor([0]), torch.zeros(1, 1, 70_000, dtype=dtype), tree_budget=3, tree_width=3)
+        assert tree.log_probs[0, 1:].tolist() == pytest.approx([-math.log(70_000)] * 3, abs=1e-5)
+
+
+def test_a_depth_without_any_allowed_token_stands_last() -> None:
+    logits = torch.zeros(1, 2, 3)
+    logits[:, 1] = -math.inf
+    tree = build_tree(torch.tensor([0]), logits, tree_budget=7, tree_width=3)
+    assert tree.depths.tolist() == [[0, 1, 1, 1, 2, 2, 2, 2]]
+    assert tree.log_probs[0].tolist() == pytest.approx([0.0, *[-math.log(3)] * 3, *[-math.inf] * 4])
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("vocabulary", [6, 9000])
+def test_a_head_gone_wrong_still_makes_a_tree(number: float, vocabulary: int) -> None:
+    logits = torch.zeros(2, 3, vocabulary)
+    logits[0, 1, 2] = number
+    tree = build_tree(torch.tensor([0, 0]), logits, tree_budget=50, tree_width=4)
+    for row in range(2):
+        paths_of(tree, row)
+    first = tree.log_probs[0].tolist()
+    assert first == sorted(first, reverse=True)
+    assert [log_prob for log_prob, depth in zip(first, tree.depths[0].tolist(), strict=True) if depth > 1] == [
+        -math.inf
+    ] * 46
+    assert tree.log_probs[1].isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e30])
+def test_extreme_temperatures_leave_numbers(temperature: float) -> None:
+    tree = build_tree(torch.tensor([0]), torch.randn(1, 3, 9), tree_budget=30, tree_width=3, temperature=temperature)
+    assert not tree.log_probs.isnan().any()
+    paths_of(tree, 0)
+
+
+def test_among_equally_probable_nodes_the_shallower_stand_first() -> None:
+    # Every token is certain: all paths of the only allowed tokens have probability 1.
+    logits = torch.full((1, 4, 9), -math.inf)
+    logits[..., 2] = 0.0
+    tree = build_tree(torch.tensor([0]), logits, tree_budget=4, tree_width=3)
+    assert tree.depths.tolist() == [[0, 1, 2, 3, 4]]
+    assert tree.log_probs.tolist() == [[0.0] * 5]
+
+
+def no_branch(parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(*parents.shape, tokens.shape[1], device=parents.device)
+
+
+def test_a_branch_term_of_0_over_all_tokens_changes_nothing() -> None:
+    logits, anchors = torch.randn(2, 5, 40), torch.tensor([1, 2])
+    plain = build_tree(anchors, logits, tree_budget=30, tree_width=5)
+    branched = build_tree(anchors, logits, tree_budget=30, tree_width=5, branch=no_branch)
+    assert branched.token_ids.tolist() == plain.token_ids.tolist()
+    assert branched.parents.tolist() == plain.parents.tolist()
+    torch.testing.assert_close(branched.log_probs, plain.log_probs, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("branch", [None, no_branch])
+def test_building_does_not_wait_for_the_device(branch: Any, no_host_sync: Any) -> None:
+    anchors, logits = torch.tensor([1, 2]), torch.randn(2, 4, 9000)
+    with no_host_sync:
+        build_tree(anchors, logits, tree_budget=20, tree_width=4, branch=branch)
+    # A tensor without data shows it too: there is nothing to wait for.
+    tree = build_tree(anchors.to("meta"), logits.to("meta"), tree_budget=20, tree_width=4, branch=branch)
+    assert (tree.token_ids.shape, tree.device.type) == ((2, 21), "meta")
+
+
+def test_a_tree_carries_no_gradient() -> None:
+    logits = torch.randn(1, 3, 9, requires_grad=True)
+    assert not build_tree(torch.tensor([0]), logits, tree_budget=5, tree_width=2).log_probs.requires_grad
+
+
+def test_the_logits_are_left_as_they_are() -> None:
+    logits = torch.randn(1, 3, 9)
+    before = logits.clone()
+    build_tree(torch.tensor([0]), logits, tree_budget=5, tree_width=2, temperature=0.5)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"anchor_ids": torch.tensor([[1]])},
+            r"`anchor_ids` must be a torch.LongTensor of shape \(batch,\), got .* \(1, 1\)",
+        ),
+        ({"anchor_ids": torch.tensor([1.0])}, r"`anchor_ids` must be a torch.LongTensor .* got torch.float32"),
+        ({"anchor_ids": torch.tensor([1, 2])}, r"must have the same batch size and device, got 2 on cpu and 1 on cpu"),
+        ({"anchor_ids": torch.tensor([1], device="meta")}, r"same batch size and device, got 1 on meta and 1 on cpu"),
+        ({"draft_logits": torch.zeros(1, 9)}, r"`draft_logits` must be a floating tensor of shape .* got .* \(1, 9\)"),
+        (
+            {"draft_logits": torch.zeros(1, 3, 9, dtype=torch.int64)},
+            r"`draft_logits` must be a floating .* got torch.int64",
+        ),
+        ({"draft_logits": torch.zeros(1, 3, 0)}, r"the vocabulary at least 1, got .* \(1, 3, 0\)"),
+        ({"tree_budget": -1}, r"`tree_budget` must be an int of at least 0, got -1"),
+        ({"tree_budget": "auto"}, r"`tree_budget` must be an int of at least 0, got 'auto'"),
+        ({"tree_budget": True}, r"`tree_budget` must be an int of at least 0, got True"),
+        ({"tree_width": 0}, r"`tree_width` must be an int of at least 1, got 0"),
+        ({"tree_width": 2.0}, r"`tree_width` must be an int of at least 1, got 2.0"),
+        ({"branch_candidates": 0}, r"`branch_candidates` must be an int of at least 1, got 0"),
+        ({"temperature": 0.0}, r"`temperature` must be positive and finite, got 0.0"),
+        ({"temperature": -1.0}, r"`temperature` must be positive and finite, got -1.0"),
+        ({"temperature": math.inf}, r"`temperature` must be positive and finite, got inf"),
+        ({"temperature": math.nan}, r"`temperature` must be positive and finite, got nan"),
+        (
+            {"branch": lambda parents, tokens: torch.zeros(1, 1, 2)},
+            r"`branch` must return shape \(batch, parents, candidates\), here \(1, 1, 9\), got \(1, 1, 2\)",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "anchor_ids": torch.tensor([1]),
+        "draft_logits": torch.zeros(1, 3, 9),
+        "tree_budget": 5,
+        "tree_width": 2,
+    }
+    with pytest.raises(ValueError, match=message):
+        build_tree(**{**arguments, **changes})
