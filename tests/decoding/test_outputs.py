@@ -388,9 +388,7 @@ class TestAcceptance:
         self, target: PreTrainedModel, head_with_faults: tuple[OracleHead, Reference]
     ) -> None:
         head, reference = head_with_faults
-        sequences = target.generate(
-            **reference.inputs, do_sample=False, max_new_tokens=self.NEW, assistant_model=head
-        )
+        sequences = target.generate(**reference.inputs, do_sample=False, max_new_tokens=self.NEW, assistant_model=head)
         assert isinstance(sequences, torch.Tensor)
         assert head.last_acceptance.accepted_lengths == [[4, 1, 6, 6]]
 

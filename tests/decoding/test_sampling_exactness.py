@@ -127,7 +127,9 @@ WARPERS: dict[str, Callable[[], dict[str, Any]]] = {
         "eos_token_id": EOS,
     },
 }
-every_sampling_case = pytest.mark.parametrize("options", [*PROCESSORS.values(), *WARPERS.values()], ids=[*PROCESSORS, *WARPERS])
+every_sampling_case = pytest.mark.parametrize(
+    "options", [*PROCESSORS.values(), *WARPERS.values()], ids=[*PROCESSORS, *WARPERS]
+)
 every_processor = pytest.mark.parametrize("options", PROCESSORS.values(), ids=list(PROCESSORS))
 
 
@@ -251,5 +253,7 @@ CHANGES_NOTHING = {"remove_invalid_values, renormalize_logits", "custom, checks 
 @pytest.mark.parametrize("name", sorted(set(PROCESSORS) - CHANGES_NOTHING))
 def test_each_processor_here_changes_the_plain_text(target: PreTrainedModel, name: str) -> None:
     plain = [sampled_reference(target, PROMPT_LENGTHS[3], seed).sequences for seed in range(3)]
-    processed = [sampled_reference(target, PROMPT_LENGTHS[3], seed, **PROCESSORS[name]()).sequences for seed in range(3)]
+    processed = [
+        sampled_reference(target, PROMPT_LENGTHS[3], seed, **PROCESSORS[name]()).sequences for seed in range(3)
+    ]
     assert any(not torch.equal(*pair) for pair in zip(plain, processed, strict=True))

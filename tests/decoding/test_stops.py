@@ -288,9 +288,7 @@ def assert_streams_equal(
 
 
 @batches
-def test_a_streamer_gets_no_token_after_a_custom_stop(
-    target: PreTrainedModel, knowing: OracleHead, batch: int
-) -> None:
+def test_a_streamer_gets_no_token_after_a_custom_stop(target: PreTrainedModel, knowing: OracleHead, batch: int) -> None:
     reference = reference_of(target, knowing, batch)
     for calls in (1, 4, 8):
         streamers = [RecordingStreamer(), RecordingStreamer()]

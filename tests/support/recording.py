@@ -76,7 +76,9 @@ class Fingerprint:
         """Takes the fingerprint; weights are copied."""
         modules = dict(model.named_modules())
         return cls(
-            hooks={name: {table: len(getattr(module, table)) for table in HOOK_TABLES} for name, module in modules.items()},
+            hooks={
+                name: {table: len(getattr(module, table)) for table in HOOK_TABLES} for name, module in modules.items()
+            },
             attributes={name: _instance_attributes(module) for name, module in modules.items()},
             config=model.config.to_dict(),
             generation_config=model.generation_config.to_dict(),
