@@ -5,7 +5,8 @@ This file travels to the Hub with a head, so it imports only its sibling `publis
 
 import math
 import os
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeGuard, cast
 
 from transformers import PreTrainedConfig
 
@@ -71,7 +72,8 @@ class JetSpecConfig(PreTrainedConfig):
         ```python
         >>> from jetspec_hf import JetSpecConfig
 
-        >>> JetSpecConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, num_target_layers=6).target_layer_ids
+        >>> config = JetSpecConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1, num_target_layers=6)
+        >>> config.target_layer_ids
         [3]
         ```
     """
@@ -123,7 +125,7 @@ class JetSpecConfig(PreTrainedConfig):
                 self.num_target_layers = 36
             if _is_positive_integer(self.num_target_layers) and _is_positive_integer(self.num_hidden_layers):
                 self.target_layer_ids = default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
         self.check_fields()
 
     def is_causal(self, layer_kind: str) -> bool:
@@ -146,29 +148,22 @@ class JetSpecConfig(PreTrainedConfig):
             if not _is_positive_integer(value) and not (name == "num_target_layers" and value is None):
                 raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}.")
         self._check_architecture()
+        self._check_rope()
         self._check_layers()
         self._check_drafting()
 
     def _check_architecture(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
+        head_dim, key_value_heads = cast(int, self.head_dim), cast(int, self.num_key_value_heads)
+        if self.num_attention_heads % key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` must be a multiple of `num_key_value_heads`, got {self.num_attention_heads} "
-                f"and {self.num_key_value_heads}."
+                f"and {key_value_heads}."
             )
-        if self.head_dim % 2:
-            raise ValueError(f"`head_dim` must be even, got {self.head_dim}: rotary embeddings turn pairs of channels.")
-        for name in ("rms_norm_eps", "initializer_range", "logit_scale", "embedding_scale"):
-            if not _is_positive_number(getattr(self, name)):
-                raise ValueError(f"`{name}` must be a finite number above 0, got {getattr(self, name)!r}.")
-        if self.final_logit_softcapping is not None and not _is_positive_number(self.final_logit_softcapping):
-            raise ValueError(
-                f"`final_logit_softcapping` must be `None` or a finite number above 0, got {self.final_logit_softcapping!r}."
-            )
-        if not _is_number(self.attention_dropout) or not 0 <= self.attention_dropout < 1:
-            raise ValueError(f"`attention_dropout` must lie in [0, 1), got {self.attention_dropout!r}.")
-        for name in ("attention_bias", "tie_word_embeddings"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` must be `True` or `False`, got {getattr(self, name)!r}.")
+        if head_dim % 2:
+            raise ValueError(f"`head_dim` must be even, got {head_dim}: rotary embeddings turn pairs of channels.")
+        for name, holds, rule in _SCALAR_RULES:
+            if not holds(getattr(self, name)):
+                raise ValueError(f"`{name}` must {rule}, got {getattr(self, name)!r}.")
         if self.tie_word_embeddings:
             raise ValueError(
                 "`tie_word_embeddings` must be `False`, got True: a draft head has no embeddings of its own."
@@ -177,13 +172,16 @@ class JetSpecConfig(PreTrainedConfig):
             raise ValueError(f"`hidden_act` must be the name of an activation, got {self.hidden_act!r}.")
         if not isinstance(self.target_name_or_path, str | None):
             raise ValueError(f"`target_name_or_path` must be `None` or a string, got {self.target_name_or_path!r}.")
-        theta = (self.rope_parameters or {}).get("rope_theta")
+
+    def _check_rope(self) -> None:
+        rope = self.rope_parameters or {}
+        theta = rope.get("rope_theta")
         if not _is_positive_number(theta):
             raise ValueError(f"`rope_parameters['rope_theta']` must be a finite number above 0, got {theta!r}.")
-        if self.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(
                 "`rope_parameters['partial_rotary_factor']` must be 1 or missing, got "
-                f"{self.rope_parameters['partial_rotary_factor']!r}: draft heads turn every channel."
+                f"{rope['partial_rotary_factor']!r}: draft heads turn every channel."
             )
 
     def _check_layers(self) -> None:
@@ -255,17 +253,34 @@ class JetSpecConfig(PreTrainedConfig):
         return config, kwargs
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_positive_integer(value: object) -> bool:
-    return _is_integer(value) and value >= 1  # type: ignore[operator]
+def _is_positive_integer(value: object) -> TypeGuard[int]:
+    return _is_integer(value) and value >= 1
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_positive_number(value: object) -> bool:
-    return _is_number(value) and value > 0  # type: ignore[operator]
+def _is_positive_number(value: object) -> TypeGuard[float]:
+    return _is_number(value) and value > 0
+
+
+# Fields whose rule needs no other field: the test, and the words that follow "must".
+_SCALAR_RULES: tuple[tuple[str, Callable[[object], bool], str], ...] = (
+    ("rms_norm_eps", _is_positive_number, "be a finite number above 0"),
+    ("initializer_range", _is_positive_number, "be a finite number above 0"),
+    ("logit_scale", _is_positive_number, "be a finite number above 0"),
+    ("embedding_scale", _is_positive_number, "be a finite number above 0"),
+    (
+        "final_logit_softcapping",
+        lambda value: value is None or _is_positive_number(value),
+        "be `None` or a finite number above 0",
+    ),
+    ("attention_dropout", lambda value: _is_number(value) and 0 <= value < 1, "lie in [0, 1)"),
+    ("attention_bias", lambda value: isinstance(value, bool), "be `True` or `False`"),
+    ("tie_word_embeddings", lambda value: isinstance(value, bool), "be `True` or `False`"),
+)

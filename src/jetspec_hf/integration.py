@@ -1,14 +1,15 @@
 """The drop-in: `generate(..., assistant_model=head)` reaches the tree decoding loop.
 
-`generate` looks its decoding methods up on the class, so two methods of `GenerationMixin` are wrapped once, at import: `_validate_generation_mode`, to refuse
-before anything has happened, and `_assisted_decoding`, to decode. Any other assistant goes to the original method.
+`generate` looks its decoding methods up on the class, so two methods of `GenerationMixin` are wrapped once, at import:
+`_validate_generation_mode`, to refuse before anything has happened, and `_assisted_decoding`, to decode. Any other
+assistant goes to the original method.
 """
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 
 from .decoding.drafter import DraftingKnobs
 from .decoding.loop import tree_decoding
@@ -29,7 +30,7 @@ def install() -> None:
             setattr(GenerationMixin, name, wrapper)
 
 
-def _is_ours(assistant_model: object, generation_config: GenerationConfig) -> bool:
+def _is_ours(assistant_model: object, generation_config: GenerationConfig) -> TypeGuard[JetSpecDraftHead]:
     """Whether this call decodes with a tree; a head with `speculation_type="dflash"` is a stock chain drafter."""
     return isinstance(assistant_model, JetSpecDraftHead) and generation_config.speculation_type != "dflash"
 
@@ -87,20 +88,23 @@ def check_call(
     for name in _OTHER_DRAFTERS:
         if getattr(generation_config, name, None):
             raise ValueError(
-                f"`{name}` must not be set together with a JetSpec head, got {getattr(generation_config, name)!r}: choose one drafter."
+                f"`{name}` must not be set together with a JetSpec head, got {getattr(generation_config, name)!r}: "
+                "choose one drafter."
             )
     if generation_config.assistant_ensemble_weight is not None:
         raise ValueError(
-            f"`assistant_ensemble_weight` must be `None` with a JetSpec head, got {generation_config.assistant_ensemble_weight}: the text is "
-            "the target's own, never a mixture."
+            "`assistant_ensemble_weight` must be `None` with a JetSpec head, got "
+            f"{generation_config.assistant_ensemble_weight}: the text is the target's own, never a mixture."
         )
     if mode_kwargs.get("assistant_tokenizer") is not None:
         raise ValueError(
-            "`assistant_tokenizer` must not be given with a JetSpec head, got one: the head drafts in the target's own vocabulary."
+            "`assistant_tokenizer` must not be given with a JetSpec head, got one: the head drafts in the target's own "
+            "vocabulary."
         )
     if generation_config.num_return_sequences > 1:
         raise ValueError(
-            f"`num_return_sequences` must be 1 with a JetSpec head, got {generation_config.num_return_sequences}: repeat the prompt in the batch."
+            "`num_return_sequences` must be 1 with a JetSpec head, got "
+            f"{generation_config.num_return_sequences}: repeat the prompt in the batch."
         )
     if generation_config.use_cache is False:
         raise ValueError(
@@ -108,11 +112,13 @@ def check_call(
         )
     if generation_config.cache_implementation == "quantized":
         raise ValueError(
-            "`cache_implementation` must not be 'quantized' with a JetSpec head: rejected tokens cannot be taken out of a quantised cache."
+            "`cache_implementation` must not be 'quantized' with a JetSpec head: rejected tokens cannot be taken out "
+            "of a quantised cache."
         )
     if generation_config.output_attentions and generation_config.return_dict_in_generate:
         raise ValueError(
-            "`output_attentions` must be `False` with a JetSpec head, got True: the weights of a tree are not those of plain decoding."
+            "`output_attentions` must be `False` with a JetSpec head, got True: the weights of a tree are not those "
+            "of plain decoding."
         )
 
 

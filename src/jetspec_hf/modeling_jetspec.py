@@ -1,12 +1,12 @@
 """The JetSpec draft head: a causal parallel drafter over the target's hidden states (arXiv 2606.18394, section 3).
 
 One forward pass reads the fused features of the committed tokens and a block `[anchor, MASK, MASK, ...]`, and gives one
-distribution per drafted position. This file travels to the Hub with a head, so it imports only its siblings `configuration_jetspec`
-and `target`.
+distribution per drafted position. This file travels to the Hub with a head, so it imports only its siblings
+`configuration_jetspec` and `target`.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -37,10 +37,10 @@ class DraftCache(Protocol):
 class DraftState(Protocol):
     """What `JetSpecDraftHead.draft_logits` asks of a generation in progress (`decoding.drafter.DraftingState`)."""
 
-    anchor_positions: torch.LongTensor
+    anchor_positions: torch.Tensor
     draft_depth: int
 
-    def embed(self, token_ids: torch.LongTensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The target's own embedding of these tokens."""
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -55,16 +55,17 @@ class JetSpecRotaryEmbedding(nn.Module):
 
     def __init__(self, config: JetSpecConfig) -> None:
         super().__init__()
-        rope_type = config.rope_parameters["rope_type"]
+        rope, head_dim = cast(dict[str, Any], config.rope_parameters), cast(int, config.head_dim)
+        rope_type = rope["rope_type"]
         self.attention_scaling = 1.0
         if rope_type == "default":
-            exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-            self.inv_freq = 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+            self.inv_freq = 1.0 / (rope["rope_theta"] ** exponents)
         else:
             self.inv_freq, self.attention_scaling = ROPE_INIT_FUNCTIONS[rope_type](config, device="cpu")
 
     @torch.no_grad()
-    def forward(self, position_ids: torch.LongTensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of shape `(batch, 1, positions, head_dim)` in `dtype`, computed in float32."""
         frequencies = position_ids[..., None].float() * self.inv_freq.to(position_ids.device)
         angles = torch.cat((frequencies, frequencies), dim=-1)[:, None]
@@ -72,24 +73,25 @@ class JetSpecRotaryEmbedding(nn.Module):
 
 
 class JetSpecAttention(nn.Module):
-    """Attention whose queries are the block and whose keys and values come from the context's features and the block."""
+    """Attention whose queries are the block; its keys and values come from the context's features and the block."""
 
     def __init__(self, config: JetSpecConfig, layer_idx: int) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
+        self.head_dim = cast(int, config.head_dim)
+        key_value_heads = cast(int, config.num_key_value_heads)
+        self.num_key_value_groups = config.num_attention_heads // key_value_heads
+        self.scaling = self.head_dim**-0.5
         self.is_causal = False  # causality lives in the mask: the context precedes the block
-        query_width = config.num_attention_heads * config.head_dim
-        key_width = config.num_key_value_heads * config.head_dim
+        query_width = config.num_attention_heads * self.head_dim
+        key_width = key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, key_width, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def forward(
         self,
@@ -105,7 +107,8 @@ class JetSpecAttention(nn.Module):
             hidden_states (`torch.Tensor` of shape `(batch, block, hidden)`): The block.
             features (`torch.Tensor` of shape `(batch, new, hidden)`): Fused features not yet in `cache`.
             rotation (`tuple` of two `torch.Tensor` of shape `(batch, 1, new + block, head_dim)`): Cosines and sines.
-            attention_mask (`torch.Tensor` of shape `(batch, 1, block, keys)`, *optional*): Additive; its last columns count.
+            attention_mask (`torch.Tensor` of shape `(batch, 1, block, keys)`, *optional*): Additive; its last columns
+                count.
             cache (`DraftCache`, *optional*): Keys and values of the earlier context.
 
         Returns:
@@ -128,7 +131,8 @@ class JetSpecAttention(nn.Module):
         )
         dropout = self.config.attention_dropout if self.training else 0.0
         output, _ = attend(self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling)
-        return self.o_proj(output.reshape(batch, block, -1))
+        attended: torch.Tensor = self.o_proj(output.reshape(batch, block, -1))
+        return attended
 
 
 class JetSpecDecoderLayer(nn.Module):
@@ -152,7 +156,8 @@ class JetSpecDecoderLayer(nn.Module):
         """See [`JetSpecAttention.forward`]; only the block is normalised, the features already are."""
         normed = self.input_layernorm(hidden_states)
         hidden_states = hidden_states + self.self_attn(normed, features, rotation, attention_mask, cache)
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states
 
 
 class JetSpecDraftHead(PreTrainedModel):
@@ -175,14 +180,15 @@ class JetSpecDraftHead(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = False
-    _no_split_modules: ClassVar[list[str]] = ["JetSpecDecoderLayer"]
+    _no_split_modules = ["JetSpecDecoderLayer"]  # noqa: RUF012  # `PreTrainedModel` declares it an instance variable
     _supports_sdpa = True
     _supports_attention_backend = True
 
     def __init__(self, config: JetSpecConfig) -> None:
         super().__init__(config)
         config.check_fields()
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        taps = len(cast(list[int], config.target_layer_ids))
+        self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(JetSpecDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -193,7 +199,7 @@ class JetSpecDraftHead(PreTrainedModel):
         self.generation_config = GenerationConfig(**DRAFTING_DEFAULTS)
         self.last_acceptance: Any = None
         self.tested_targets: set[str] = set()  # kinds of targets whose numerics a generation has already tested
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
 
     @classmethod
     def can_generate(cls) -> bool:
@@ -205,7 +211,7 @@ class JetSpecDraftHead(PreTrainedModel):
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache: DraftCache | None = None,
         past_key_values: DraftCache | None = None,
         **kwargs: Any,
@@ -213,10 +219,12 @@ class JetSpecDraftHead(PreTrainedModel):
         """Runs the block after the context: the contract of transformers' own DFlash assistants.
 
         Args:
-            noise_embeds (`torch.Tensor` of shape `(batch, block, hidden)`): The target's embedding of `[anchor, MASK, ...]`.
-            context_hidden_states (`torch.Tensor` of shape `(batch, new, taps * hidden)`): Tapped states, concatenated, of the
-                committed tokens that are not in `cache` yet, strictly before the anchor.
-            attention_mask (`torch.Tensor` of shape `(batch, cached + new + block)`, *optional*): 0 where there is no token.
+            noise_embeds (`torch.Tensor` of shape `(batch, block, hidden)`): The target's embedding of
+                `[anchor, MASK, ...]`.
+            context_hidden_states (`torch.Tensor` of shape `(batch, new, taps * hidden)`): Tapped states, concatenated,
+                of the committed tokens that are not in `cache` yet, strictly before the anchor.
+            attention_mask (`torch.Tensor` of shape `(batch, cached + new + block)`, *optional*): 0 where there is no
+                token.
             position_ids (`torch.LongTensor` of shape `(batch, new + block)`, *optional*): Absolute positions.
             cache (`DraftCache`, *optional*): Keys and values of the earlier context; the context **and** the block are
                 appended, the caller crops the block. `past_key_values` is its name before transformers 5.24.
@@ -224,8 +232,8 @@ class JetSpecDraftHead(PreTrainedModel):
             kwargs: Accepted for compatibility with callers of other assistants, and ignored.
 
         Returns:
-            `BaseModelOutput`: `last_hidden_state` of shape `(batch, block, hidden)`, ready for the target's `lm_head`; row `k`
-            drafts the token `k` places after the anchor.
+            `BaseModelOutput`: `last_hidden_state` of shape `(batch, block, hidden)`, ready for the target's `lm_head`;
+            row `k` drafts the token `k` places after the anchor.
         """
         cache = past_key_values if cache is None else cache
         features = self.fuse(context_hidden_states)
@@ -247,17 +255,19 @@ class JetSpecDraftHead(PreTrainedModel):
         """Fuses the tapped states: `hidden_norm(fc(states))`, the source of keys and values in every layer.
 
         Args:
-            context_hidden_states (`torch.Tensor` of shape `(batch, positions, taps * hidden)`): Tapped states, concatenated.
+            context_hidden_states (`torch.Tensor` of shape `(batch, positions, taps * hidden)`): Tapped states,
+                concatenated.
 
         Returns:
             `torch.Tensor` of shape `(batch, positions, hidden)`.
         """
-        return self.hidden_norm(self.fc(context_hidden_states))
+        features: torch.Tensor = self.hidden_norm(self.fc(context_hidden_states))
+        return features
 
     def _block_mask(
         self, kind: str, noise_embeds: torch.Tensor, attention_mask: torch.Tensor | None, keys: int
     ) -> torch.Tensor | None:
-        """Additive mask of shape `(batch or 1, 1, block, keys)` for one layer kind, or `None` where everything is visible."""
+        """Additive mask of shape `(batch or 1, 1, block, keys)` for one layer kind, `None` where all is visible."""
         causal = self.config.is_causal(kind)
         window = self.config.sliding_window if kind == "sliding_attention" else None
         if not causal and window is None and attention_mask is None:
@@ -277,18 +287,18 @@ class JetSpecDraftHead(PreTrainedModel):
         mask = torch.zeros(visible.shape, dtype=noise_embeds.dtype, device=device)
         return mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[:, None]
 
-    def draft_logits(self, anchor_ids: torch.LongTensor, state: DraftState) -> torch.Tensor:
+    def draft_logits(self, anchor_ids: torch.Tensor, state: DraftState) -> torch.Tensor:
         """Drafts one block: the seam between the head and the decoding loop, made to be overridden.
 
         Args:
             anchor_ids (`torch.LongTensor` of shape `(batch,)`): The last committed token of each row.
-            state (`DraftState`): The drafting state of this generation. `state.anchor_positions` (`torch.LongTensor` of shape
-                `(batch,)`) are the anchors' absolute positions in their unpadded sequences; `state.draft_depth` (`int`) is the
-                depth wanted.
+            state (`DraftState`): The drafting state of this generation. `state.anchor_positions` (`torch.LongTensor` of
+                shape `(batch,)`) are the anchors' absolute positions in their unpadded sequences; `state.draft_depth`
+                (`int`) is the depth wanted.
 
         Returns:
-            `torch.Tensor` of shape `(batch, depth, vocab)`: Row `k` scores the token `k + 1` places after the anchor. Any depth is
-            right; the loop uses at most `state.draft_depth` rows.
+            `torch.Tensor` of shape `(batch, depth, vocab)`: Row `k` scores the token `k + 1` places after the anchor.
+            Any depth is right; the loop uses at most `state.draft_depth` rows.
         """
         depth = state.draft_depth
         causal = all(self.config.is_causal(kind) for kind in self.config.layer_types)
@@ -305,7 +315,7 @@ class JetSpecDraftHead(PreTrainedModel):
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    def branch_scores(self, parent_ids: torch.LongTensor, candidate_ids: torch.LongTensor) -> torch.Tensor:
+    def branch_scores(self, parent_ids: torch.Tensor, candidate_ids: torch.Tensor) -> torch.Tensor:
         """The branch term `<a_u, b_v>` of every candidate under every parent.
 
         Args:
@@ -323,7 +333,8 @@ class JetSpecDraftHead(PreTrainedModel):
         device = self.branch_parent.weight.device
         parents = self.branch_parent(parent_ids.to(device))
         children = self.branch_child(candidate_ids.to(device))
-        return (parents @ children.transpose(1, 2)).to(parent_ids.device)
+        scores: torch.Tensor = parents @ children.transpose(1, 2)
+        return scores.to(parent_ids.device)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Checks that this head can draft for this target.
@@ -332,10 +343,10 @@ class JetSpecDraftHead(PreTrainedModel):
             target (`PreTrainedModel`): The model to be sped up.
 
         Raises:
-            ValueError: If the target's architecture cannot be verified with a tree, or its vocabulary, hidden size or number of
-                layers is not what the head was made for. Another target name is only a warning.
+            ValueError: If the target's architecture cannot be verified with a tree, or its vocabulary, hidden size or
+                number of layers is not what the head was made for. Another target name is only a warning.
         """
-        check_target(target, self.config)
+        check_target(target, cast(JetSpecConfig, self.config))
 
     @classmethod
     def from_target(
@@ -354,8 +365,8 @@ class JetSpecDraftHead(PreTrainedModel):
             num_hidden_layers (`int`, defaults to 5): Number of draft layers.
             block_size (`int`, defaults to 16): Positions of one block, the anchor included.
             target_layer_ids (`list[int]`, *optional*): Tapped layers; spread evenly when missing.
-            mask_token_id (`int`, *optional*): Row of the target's embedding that fills undrafted positions; the last one that is
-                no special token when missing.
+            mask_token_id (`int`, *optional*): Row of the target's embedding that fills undrafted positions; the last
+                one that is no special token when missing.
             config: Any other field of [`JetSpecConfig`]; widths and heads default to the target's.
 
         Returns:
@@ -373,9 +384,11 @@ class JetSpecDraftHead(PreTrainedModel):
         }
         head_config = JetSpecConfig(**head_config_for(target, fields))
         check_target(target, head_config)
-        embeddings = target.get_input_embeddings().weight
-        head = cls(head_config).to(embeddings.dtype if embeddings.is_floating_point() else target.dtype).eval()
-        return head if embeddings.device.type == "meta" else head.to(embeddings.device)
+        embeddings = cast(torch.Tensor, target.get_input_embeddings().weight)
+        head: Any = cls(head_config)  # the decorator on `PreTrainedModel.to` hides its signature
+        head = head.to(embeddings.dtype if embeddings.is_floating_point() else target.dtype).eval()
+        placed: JetSpecDraftHead = head if embeddings.device.type == "meta" else head.to(embeddings.device)
+        return placed
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -384,24 +397,28 @@ class JetSpecDraftHead(PreTrainedModel):
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`): A Hub id, a folder, or `"repo::subfolder"`.
             args: See `PreTrainedModel.from_pretrained`.
-            kwargs: See `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `subfolder`, ...), any field of
-                [`JetSpecConfig`], and `head_type` (`"jetspec"` or `"dflash"`) for published configs whose keys contradict.
+            kwargs: See `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `subfolder`, ...), any
+                field of [`JetSpecConfig`], and `head_type` (`"jetspec"` or `"dflash"`) for published configs whose keys
+                contradict.
 
         Returns:
             `JetSpecDraftHead`: In evaluation mode.
 
         Raises:
-            ValueError: If the checkpoint is of a kind that cannot be represented, or its tensors are not exactly the head's.
+            ValueError: If the checkpoint is of a kind that cannot be represented, or its tensors are not exactly the
+                head's.
         """
         path = pretrained_model_name_or_path
         if isinstance(path, str) and "::" in path:
             path, kwargs["subfolder"] = path.split("::", 1)
         wants_info = kwargs.pop("output_loading_info", False)
-        head, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        head, info = loaded
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
             if info.get(problem):
                 raise ValueError(
-                    f"The tensors of {path} must be exactly those its config describes, got {problem}: {sorted(info[problem])}."
+                    f"The tensors of {path} must be exactly those its config describes, got {problem}: "
+                    f"{sorted(info[problem])}."
                 )
         for knob, default in DRAFTING_DEFAULTS.items():
             if not hasattr(head.generation_config, knob):
@@ -410,7 +427,7 @@ class JetSpecDraftHead(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
+        super()._init_weights(module)  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
         if self.config.branch_rank and module is self.branch_child:
             nn.init.zeros_(module.weight)  # an untrained branch term changes nothing
 

@@ -1,7 +1,7 @@
 """The `config.json` of published JetSpec and DFlash heads, translated to the fields of `JetSpecConfig`.
 
-Pure functions over dictionaries: this file travels to the Hub with a head and imports nothing. Heads that compute something
-a `JetSpecDraftHead` cannot (DFlash 2, Domino, DSpark, the AR read-out) are refused by name.
+Pure functions over dictionaries: this file travels to the Hub with a head and imports nothing. Heads that compute
+something a `JetSpecDraftHead` cannot (DFlash 2, Domino, DSpark, the AR read-out) are refused by name.
 """
 
 from typing import Any
@@ -47,8 +47,8 @@ def default_target_layer_ids(num_draft_layers: int, num_target_layers: int) -> l
         num_target_layers (`int`): Number of decoder layers of the target.
 
     Returns:
-        `list[int]`: Ids from 1 to `num_target_layers - 3`; the middle layer for a head of one layer. Targets too shallow for
-        that spread get as many distinct layers as they have.
+        `list[int]`: Ids from 1 to `num_target_layers - 3`; the middle layer for a head of one layer. Targets too
+        shallow for that spread get as many distinct layers as they have.
     """
     if num_draft_layers == 1:
         return [num_target_layers // 2]
@@ -72,8 +72,8 @@ def translate_published_config(config: dict[str, Any], head_type: str | None = N
 
     Args:
         config (`dict`): The parsed `config.json`.
-        head_type (`str`, *optional*): `"jetspec"` (causal) or `"dflash"` (bidirectional), overriding what the file says about
-            causality. Needed only when its keys contradict each other.
+        head_type (`str`, *optional*): `"jetspec"` (causal) or `"dflash"` (bidirectional), overriding what the file says
+            about causality. Needed only when its keys contradict each other.
 
     Returns:
         `dict`: Keyword arguments of `JetSpecConfig`.
@@ -105,7 +105,8 @@ def translate_published_config(config: dict[str, Any], head_type: str | None = N
     return translated
 
 
-def _refuse_unsupported(config: dict[str, Any], dflash: dict[str, Any]) -> None:
+def _refused_kind(config: dict[str, Any], dflash: dict[str, Any]) -> str | None:
+    """What kind of head this is, if it computes something ours cannot; its keys count more than its name."""
     architectures = config.get("architectures") or []
     kind = next((_REFUSED_ARCHITECTURES[name] for name in architectures if name in _REFUSED_ARCHITECTURES), None)
     projector = str(dflash.get("projector_type", config.get("projector_type", ""))).lower()
@@ -119,9 +120,14 @@ def _refuse_unsupported(config: dict[str, Any], dflash: dict[str, Any]) -> None:
         kind = _REFUSED_ARCHITECTURES["JetSpecSpeculator"]
     elif "speculators_model_type" in config:
         kind = _REFUSED_ARCHITECTURES["DFlashSpeculator"]
-    if kind is not None:
+    return kind
+
+
+def _refuse_unsupported(config: dict[str, Any], dflash: dict[str, Any]) -> None:
+    if (kind := _refused_kind(config, dflash)) is not None:
         raise ValueError(
-            f"`architectures` must name a head that this library can represent, got {architectures!r}: {kind}."
+            "`architectures` must name a head that this library can represent, got "
+            f"{config.get('architectures') or []!r}: {kind}."
         )
     for key, meaning in (
         ("shift_label", "shifted labels: row k predicts token k + 1"),
@@ -136,14 +142,14 @@ def _refuse_unsupported(config: dict[str, Any], dflash: dict[str, Any]) -> None:
     target_hidden = dflash.get("target_hidden_size", config.get("target_hidden_size"))
     if target_hidden is not None and target_hidden != config.get("hidden_size"):
         raise ValueError(
-            f"`target_hidden_size` must equal `hidden_size`, got {target_hidden} and {config.get('hidden_size')}: heads with "
-            "a hidden-size adapter are not supported."
+            f"`target_hidden_size` must equal `hidden_size`, got {target_hidden} and {config.get('hidden_size')}: "
+            "heads with a hidden-size adapter are not supported."
         )
     draft_vocabulary = config.get("draft_vocab_size")
     if draft_vocabulary is not None and draft_vocabulary != config.get("vocab_size"):
         raise ValueError(
-            f"`draft_vocab_size` must equal `vocab_size`, got {draft_vocabulary} and {config.get('vocab_size')}: a head with "
-            "its own reduced lm_head is not supported."
+            f"`draft_vocab_size` must equal `vocab_size`, got {draft_vocabulary} and {config.get('vocab_size')}: "
+            "a head with its own reduced lm_head is not supported."
         )
 
 
@@ -192,7 +198,7 @@ def _layers(config: dict[str, Any]) -> tuple[list[str], int | None]:
 def _causality(
     config: dict[str, Any], dflash: dict[str, Any], layer_types: list[str], head_type: str | None
 ) -> bool | dict[str, bool]:
-    """In-block causality per layer kind; DFlash's own rule (sliding layers causal, full layers not) when no key says it."""
+    """In-block causality per layer kind; DFlash's own rule (sliding layers causal, full ones not) if no key says it."""
     if head_type is not None:
         if head_type not in ("jetspec", "dflash"):
             raise ValueError(f'`head_type` must be "jetspec" (causal) or "dflash" (bidirectional), got {head_type!r}.')
@@ -204,8 +210,8 @@ def _causality(
         keys = ", ".join(f"`{key}`={value}" for key, value in said.items())
         hint = "NeMo writes this pair for causal JetSpec heads; " if said.get("dflash_config.causal") else ""
         raise ValueError(
-            f'The causality keys must agree, got {keys}. {hint}pass `head_type="jetspec"` (causal) or `head_type="dflash"` '
-            "(bidirectional) to `from_pretrained`."
+            f'The causality keys must agree, got {keys}. {hint}pass `head_type="jetspec"` (causal) or '
+            '`head_type="dflash"` (bidirectional) to `from_pretrained`.'
         )
     if said:
         return bool(next(iter(said.values())))

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -91,7 +91,8 @@ def _decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
             if isinstance(child, nn.ModuleList) and len(child) == count:
                 return module, child
     raise ValueError(
-        f"`target` must have a list of its {count} decoder layers inside its decoder, found none in {type(target).__name__}."
+        f"`target` must have a list of its {count} decoder layers inside its decoder, found none in "
+        f"{type(target).__name__}."
     )
 
 
@@ -123,7 +124,8 @@ def unsupported_reason(target: PreTrainedModel) -> str | None:
         return f"has layers of kind {', '.join(odd)}, on which rejected tokens cannot be undone"
     if "local" in getattr(config, "attention_layers", []):
         return "has local attention layers that mask by the slots of the cache"
-    if type(target)._supports_default_dynamic_cache() is False:
+    generating_class: Any = type(target)  # a subclass of `GenerationMixin` as well
+    if generating_class._supports_default_dynamic_cache() is False:
         return "uses a cache class of its own"
     if (attention := config._attn_implementation) not in SUPPORTED_ATTENTION:
         return (
@@ -150,15 +152,21 @@ def length_limit_reason(target: PreTrainedModel, length: int, max_length: int) -
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
     original = original or config.max_position_embeddings
     if rope.get("rope_type") == "dynamic" and max_length > original:
-        return f"rescales its rotary embeddings at every step beyond {original} tokens; set `max_length` to at most that, not {max_length}"
+        return (
+            f"rescales its rotary embeddings at every step beyond {original} tokens; set `max_length` to at most that, "
+            f"not {max_length}"
+        )
     if rope.get("rope_type") == "longrope" and length <= original < max_length:
         return (
-            f"switches its rotary embeddings at {original} tokens; set `max_length` to at most that, not {max_length}, or start "
-            "from a longer prompt"
+            f"switches its rotary embeddings at {original} tokens; set `max_length` to at most that, not {max_length}, "
+            "or start from a longer prompt"
         )
     floor = getattr(config, "floor_scale", None)
     if floor is not None and getattr(config, "attn_temperature_tuning", False) and max_length > floor:
-        return f"scales its attention by the slots of the cache from {floor} tokens on; set `max_length` to at most that, not {max_length}"
+        return (
+            f"scales its attention by the slots of the cache from {floor} tokens on; set `max_length` to at most that, "
+            f"not {max_length}"
+        )
     return None
 
 
@@ -186,7 +194,7 @@ def check_target(target: PreTrainedModel, config: "JetSpecConfig") -> None:
             raise ValueError(
                 f"The head's `{field}` must equal the target's, got {wants} and {has}: this head is for another target."
             )
-    if max(config.target_layer_ids) >= text_config.num_hidden_layers:
+    if max(cast(list[int], config.target_layer_ids)) >= text_config.num_hidden_layers:
         raise ValueError(
             f"The head's `target_layer_ids` must be below the target's {text_config.num_hidden_layers} layers, got "
             f"{config.target_layer_ids}."
@@ -247,7 +255,7 @@ def _rope_theta(config: Any) -> float:
 
 def _spare_token(config: Any) -> int:
     """The last row of the embedding that is no special token: large vocabularies end in reserved rows."""
-    special: set[int] = set()
+    special: set[int | None] = set()
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(config, name, None)
         special.update(value if isinstance(value, list) else [value])

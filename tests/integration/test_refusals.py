@@ -166,9 +166,7 @@ class TestArguments:
     def test_an_assistant_tokenizer_is_refused(self, target: PreTrainedModel, head: OracleHead) -> None:
         head.know([[5] * 40])
         tokenizer = letter_tokenizer()
-        assert_refused(
-            target, head, "assistant_tokenizer", tokenizer=tokenizer, assistant_tokenizer=letter_tokenizer()
-        )
+        assert_refused(target, head, "assistant_tokenizer", tokenizer=tokenizer, assistant_tokenizer=letter_tokenizer())
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -421,9 +419,7 @@ class TestThreads:
 
         def task(reference: Reference) -> Callable[[], torch.Tensor]:
             head = OracleHead.from_target(target, block_size=6).know(reference.texts, accuracy=0.7)
-            return lambda: target.generate(
-                **reference.inputs, do_sample=False, max_new_tokens=40, assistant_model=head
-            )
+            return lambda: target.generate(**reference.inputs, do_sample=False, max_new_tokens=40, assistant_model=head)
 
         for _ in range(4):
             decoded = self.run_together(*(task(reference) for reference in references))
@@ -434,7 +430,9 @@ class TestThreads:
     @pytest.mark.parametrize("heads", [1, 2])
     def test_each_draft_sees_its_own_features(self, target: PreTrainedModel, heads: int) -> None:
         references = [greedy_reference(target, (length,), 24) for length in (12, 7)]
-        made = [DraftRecorder.from_target(target, block_size=6, num_hidden_layers=1) for _ in range(heads)] * (3 - heads)
+        made = [DraftRecorder.from_target(target, block_size=6, num_hidden_layers=1) for _ in range(heads)] * (
+            3 - heads
+        )
 
         def generate(index: int) -> tuple[torch.Tensor, torch.Tensor]:
             made[index].drafts[threading.get_ident()] = []

@@ -1,7 +1,8 @@
 """Walk a verified tree with the target's own choices (arXiv 2606.18394, section 4.3).
 
-At every node the token is the one plain decoding would emit; where a child carries it the walk goes down, else it is the bonus token and the
-walk ends. Nothing but the target's own choice is ever emitted, so this is exact for any tree, and no rule accepts more often.
+At every node the token is the one plain decoding would emit; where a child carries it the walk goes down, else it is
+the bonus token and the walk ends. Nothing but the target's own choice is ever emitted, so this is exact for any tree,
+and no rule accepts more often.
 """
 
 import torch
@@ -19,8 +20,8 @@ def accept(tree: TokenTree, logits: torch.Tensor, writer: TokenWriter) -> list[l
         writer (`TokenWriter`): Chooses and hands out the tokens.
 
     Returns:
-        `list[list[int]]`: Per row, the nodes whose tokens are committed now, the root first; the last emitted token is not among
-        them, it is the next anchor. Empty for rows that had finished before.
+        `list[list[int]]`: Per row, the nodes whose tokens are committed now, the root first; the last emitted token is
+        not among them, it is the next anchor. Empty for rows that had finished before.
     """
     children = [
         {

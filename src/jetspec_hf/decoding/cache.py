@@ -1,7 +1,8 @@
 """Commit accepted tree nodes to every kind of cache layer; the only file that touches the inside of a `Cache`.
 
-The tree's nodes stand behind the prefix, one slot each. A commit keeps the slots of the accepted path and drops the rest. Rows of a
-batch may accept different numbers: their slots are then right-aligned again, which keeps the left-padding that transformers expects.
+The tree's nodes stand behind the prefix, one slot each. A commit keeps the slots of the accepted path and drops the
+rest. Rows of a batch may accept different numbers: their slots are then right-aligned again, which keeps the
+left-padding that transformers expects.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from ..target import AttentionKind
 
 _DYNAMIC_LAYERS: tuple[type[CacheLayerMixin], ...] = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 _STATIC_LAYERS: tuple[type[CacheLayerMixin], ...] = (StaticLayer, StaticSlidingWindowLayer)
-_PLACEHOLDER_LAYERS: tuple[type[CacheLayerMixin], ...] = ()
+_PLACEHOLDER_LAYERS: tuple[type, ...] = ()
 
 # What `generate`, the models' forwards and their outputs call the cache.
 CACHE_NAME = "cache" if version.parse(__version__) >= version.parse("5.24") else "past_key_values"
@@ -48,7 +49,8 @@ def check_cache(cache: Cache | None) -> None:
     """
     if cache is None:
         raise ValueError(
-            "`use_cache` must be `True` with a JetSpec head, got no cache: a tree is verified on top of the cached prefix."
+            "`use_cache` must be `True` with a JetSpec head, got no cache: a tree is verified on top of the cached "
+            "prefix."
         )
     if isinstance(cache, EncoderDecoderCache) or not isinstance(cache, DynamicCache | StaticCache | Cache):
         raise ValueError(
@@ -62,8 +64,8 @@ def check_cache(cache: Cache | None) -> None:
             )
         if isinstance(layer, StaticSlidingWindowLayer) and not layer.is_croppable:
             raise ValueError(
-                f"`max_cache_len` of a static cache must not exceed the sliding window of {layer.max_cache_len} with a JetSpec "
-                "head, got a longer one: a full static window overwrites what a rejected token displaced."
+                f"`max_cache_len` of a static cache must not exceed the sliding window of {layer.max_cache_len} with a "
+                "JetSpec head, got a longer one: a full static window overwrites what a rejected token displaced."
             )
 
 
@@ -101,7 +103,7 @@ def free_slots(cache: Cache) -> int | None:
 
 
 def mask_sizes(cache: Cache, kind: AttentionKind, num_nodes: int) -> tuple[int, int]:
-    """Columns of the mask for one kind of layer, and the slot of its first column, before a forward over `num_nodes` tokens."""
+    """Columns of one layer kind's mask, and the slot of the first column, before a forward over `num_nodes` tokens."""
     length, offset = cache.get_mask_sizes(num_nodes, kind.layer_idx)
     return int(length), int(offset)
 
@@ -111,7 +113,7 @@ def drop_nodes(cache: Cache, num_nodes: int) -> None:
     cache.crop(-num_nodes)
 
 
-def commit_path(cache: Cache, num_nodes: int, path: torch.LongTensor) -> None:
+def commit_path(cache: Cache, num_nodes: int, path: torch.Tensor) -> None:
     """Keeps the same number of nodes in every row; the prefix does not move.
 
     Args:
@@ -140,7 +142,8 @@ def commit_ragged(cache: Cache, num_nodes: int, paths: Sequence[Sequence[int]], 
     Args:
         cache (`Cache`): The cache right after the forward over `num_nodes` tree nodes.
         num_nodes (`int`): Nodes of the tree, the root included.
-        paths (`list[list[int]]`): Per row, the accepted nodes in path order, the root first; empty for a row that stands still.
+        paths (`list[list[int]]`): Per row, the accepted nodes in path order, the root first; empty for a row that
+            stands still.
         lags (`list[int]`): Per row, the empty slots on its left that earlier ragged commits left.
 
     Returns:
@@ -166,7 +169,7 @@ def commit_ragged(cache: Cache, num_nodes: int, paths: Sequence[Sequence[int]], 
     return [new_prefix - length for length in lengths]
 
 
-def ragged_sources(prefix: int, new_prefix: int, paths: Sequence[Sequence[int]]) -> torch.LongTensor:
+def ragged_sources(prefix: int, new_prefix: int, paths: Sequence[Sequence[int]]) -> torch.Tensor:
     """For every slot after a ragged commit, the slot before it that moves there.
 
     Args:
@@ -183,11 +186,12 @@ def ragged_sources(prefix: int, new_prefix: int, paths: Sequence[Sequence[int]])
         source = slots + (prefix + len(path) - new_prefix)
         source[new_prefix - len(path) :] = prefix + torch.tensor(path, dtype=torch.long)
         rows.append(source)
-    return torch.stack(rows)  # type: ignore[return-value]
+    return torch.stack(rows)
 
 
 def _filled_layers(cache: Cache) -> list[Any]:
-    return [layer for layer in cache.layers if layer.keys is not None and layer.keys.numel() > 0]
+    layers: list[Any] = cache.layers  # `check_cache` lets only kinds pass that have `keys`
+    return [layer for layer in layers if layer.keys is not None and layer.keys.numel() > 0]
 
 
 def _tensor(layer: Any, name: str) -> torch.Tensor | None:

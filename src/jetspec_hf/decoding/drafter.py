@@ -1,7 +1,8 @@
-"""Draft a token tree: the head's own context, its cache, and the knobs that shape the tree (arXiv 2606.18394, sections 3 and 4.1).
+"""Draft a token tree: the head's own context, its cache, and the knobs that shape the tree.
 
-The head sees the fused features of the committed tokens, strictly before the anchor. They are projected to keys and values once; the
-block's own keys and values are dropped after every draft.
+Implements sections 3 and 4.1 of arXiv 2606.18394. The head sees the fused features of the committed tokens, strictly
+before the anchor. They are projected to keys and values once; the block's own keys and values are dropped after every
+draft.
 """
 
 import weakref
@@ -16,6 +17,7 @@ from ..modeling_jetspec import DRAFTING_DEFAULTS, JetSpecDraftHead
 from ..tree import TokenTree, build_tree
 
 AUTO_TREE_BUDGET = 32
+_CONTEXT_NAME = "jetspec_context"  # the attribute of the target's cache that holds the `DraftContext`
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class DraftingKnobs:
 
     @classmethod
     def resolve(cls, head: JetSpecDraftHead, target: PreTrainedModel, call: GenerationConfig) -> "DraftingKnobs":
-        """The knobs in force: of the call, else of the target's generation config, else of the head's, else the defaults.
+        """The knobs in force: the call's, else the target's generation config's, else the head's, else the defaults.
 
         Args:
             head (`JetSpecDraftHead`): The head.
@@ -79,7 +81,8 @@ class CommittedTokens:
     Args:
         features (`torch.Tensor` of shape `(batch, new, taps * hidden)`): Tapped states.
         positions (`torch.LongTensor` of shape `(batch, new)`): Absolute positions in the unpadded sequences.
-        visible (`torch.BoolTensor` of shape `(batch, new)`, *optional*): `False` where a row has no token; `None`: all tokens.
+        visible (`torch.BoolTensor` of shape `(batch, new)`, *optional*): `False` where a row has no token; `None`: all
+            tokens.
         length (`int`): Slots of the target's cache, these included.
     """
 
@@ -156,7 +159,7 @@ class DraftContext:
         self.length = committed.length
 
     def run_block(
-        self, head: JetSpecDraftHead, noise_embeds: torch.Tensor, anchor_positions: torch.LongTensor
+        self, head: JetSpecDraftHead, noise_embeds: torch.Tensor, anchor_positions: torch.Tensor
     ) -> torch.Tensor:
         """Projects the waiting features, runs the block after the context, and drops the block again.
 
@@ -174,7 +177,7 @@ class DraftContext:
         mask = None
         if self.visible is not None:
             mask = torch.cat([self.visible, self.visible.new_ones(self.batch_size, block)], dim=1)
-        states = head(
+        states: torch.Tensor = head(
             noise_embeds=noise_embeds,
             context_hidden_states=features,
             attention_mask=mask,
@@ -211,7 +214,8 @@ class DraftingState:
     """The state of one generation that [`JetSpecDraftHead.draft_logits`] reads.
 
     Attributes:
-        anchor_positions (`torch.LongTensor` of shape `(batch,)`): Absolute positions of the anchors in their unpadded sequences.
+        anchor_positions (`torch.LongTensor` of shape `(batch,)`): Absolute positions of the anchors in their unpadded
+            sequences.
         draft_depth (`int`): Depth wanted of the next draft.
     """
 
@@ -222,9 +226,9 @@ class DraftingState:
         self._target_device: torch.device | None = None
         self.context = context
         self.draft_depth = draft_depth
-        self.anchor_positions: torch.LongTensor = torch.zeros(context.batch_size, dtype=torch.long)  # type: ignore[assignment]
+        self.anchor_positions = torch.zeros(context.batch_size, dtype=torch.long)
 
-    def embed(self, token_ids: torch.LongTensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The target's own embedding of these tokens, called as a module (its weight may be packed or offloaded)."""
         embeds: torch.Tensor = self._embeddings(token_ids)
         self._target_dtype, self._target_device = embeds.dtype, embeds.device
@@ -242,7 +246,7 @@ class DraftingState:
         return self.context.run_block(head, noise_embeds, self.anchor_positions)
 
     def _lm_head_device(self) -> torch.device | None:
-        """Where the `lm_head` wants its input: its weight's device, or where the embeddings came from if that is offloaded."""
+        """Where the `lm_head` wants its input: its weight's device, or the embeddings' if the weight is offloaded."""
         parameter = next(self._lm_head.parameters(), None)
         return self._target_device if parameter is None or parameter.device.type == "meta" else parameter.device
 
@@ -264,10 +268,10 @@ class Drafter:
         self._head = head
         self._knobs = knobs
         length = int(cache.get_seq_length())
-        context: DraftContext | None = getattr(cache, "jetspec_context", None)
+        context: DraftContext | None = getattr(cache, _CONTEXT_NAME, None)
         if context is None or not context.fits(head, batch_size, length):
             context = DraftContext(head, batch_size, length)
-        cache.jetspec_context = context  # a returned cache continues a conversation, its copies keep copies
+        setattr(cache, _CONTEXT_NAME, context)  # a returned cache continues a conversation, its copies keep copies
         self._context = context
         self._state = DraftingState(target, context, knobs.draft_depth)
 
@@ -275,7 +279,7 @@ class Drafter:
         """Takes in the features of newly committed tokens."""
         self._context.append(committed)
 
-    def draft(self, anchor_ids: torch.LongTensor, anchor_positions: torch.LongTensor, depth: int) -> torch.Tensor:
+    def draft(self, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor, depth: int) -> torch.Tensor:
         """One forward of the head over the block.
 
         Args:
@@ -291,7 +295,7 @@ class Drafter:
         logits = self._head.draft_logits(anchor_ids, self._state)
         return logits[:, : self._state.draft_depth].to(anchor_ids.device)
 
-    def build(self, anchor_ids: torch.LongTensor, draft_logits: torch.Tensor, most_nodes: int | None) -> TokenTree:
+    def build(self, anchor_ids: torch.Tensor, draft_logits: torch.Tensor, most_nodes: int | None) -> TokenTree:
         """The most probable tree of these draft logits.
 
         Args:

@@ -1,4 +1,7 @@
-"""The decoding loop: prefill, then draft, build, verify, accept, commit until every row has stopped (arXiv 2606.18394, algorithm 1)."""
+"""The decoding loop (arXiv 2606.18394, algorithm 1).
+
+Prefill, then draft, build, verify, accept, commit until every row has stopped.
+"""
 
 import time
 from typing import Any
@@ -20,7 +23,7 @@ from .writer import TokenWriter
 
 def tree_decoding(
     target: PreTrainedModel,
-    input_ids: torch.LongTensor,
+    input_ids: torch.Tensor,
     *,
     head: JetSpecDraftHead,
     logits_processor: LogitsProcessorList,
@@ -29,7 +32,7 @@ def tree_decoding(
     streamer: BaseStreamer | None = None,
     synced_gpus: bool = False,
     **model_kwargs: Any,
-) -> torch.LongTensor | JetSpecGenerateOutput:
+) -> torch.Tensor | JetSpecGenerateOutput:
     """Generates exactly what plain decoding would, several tokens per target forward.
 
     Args:
@@ -44,7 +47,8 @@ def tree_decoding(
         model_kwargs: As prepared by `generate`, the cache included.
 
     Returns:
-        `torch.LongTensor` of shape `(batch, length + new)`, or `JetSpecGenerateOutput` with `return_dict_in_generate=True`.
+        `torch.LongTensor` of shape `(batch, length + new)`, or `JetSpecGenerateOutput` with
+        `return_dict_in_generate=True`.
 
     Raises:
         ValueError: If rejected tokens cannot be taken out of the cache.
@@ -92,18 +96,19 @@ def tree_decoding(
     sequences = writer.close()
     if not generation_config.return_dict_in_generate:
         return sequences
-    return JetSpecGenerateOutput(
-        sequences=sequences,
-        scores=writer.scores,
-        logits=writer.logits,
-        hidden_states=hidden_states.per_token,
-        acceptance=stats,
-        **{CACHE_NAME: verifier.cache},
-    )
+    fields: dict[str, Any] = {
+        "sequences": sequences,
+        "scores": writer.scores,
+        "logits": writer.logits,
+        "hidden_states": hidden_states.per_token,
+        "acceptance": stats,
+        CACHE_NAME: verifier.cache,
+    }
+    return JetSpecGenerateOutput(**fields)
 
 
 def _draft_tree(drafter: Drafter, verifier: Verifier, writer: TokenWriter, stats: AcceptanceStats) -> TokenTree:
-    """The step's tree: the root alone where nothing more can be accepted, padding below it where a row only gets padding."""
+    """The step's tree: the root alone if no more can be accepted, padding below it in rows that only get padding."""
     anchor_ids = writer.anchors().to(verifier.device)
     depth = max(writer.remaining) - 1  # the last token is always the target's own
     if depth < 1 or verifier.free_nodes == 0 or not drafter.drafts:
@@ -117,7 +122,10 @@ def _draft_tree(drafter: Drafter, verifier: Verifier, writer: TokenWriter, stats
 
 
 def _with_padding_chains(tree: TokenTree, padding: list[bool], pad_id: int) -> TokenTree:
-    """The tree with a chain of padding below the root in rows that only get padding: in lockstep they never hold the others up."""
+    """The tree with a chain of padding below the root in rows that only get padding.
+
+    So, in lockstep, they never hold the others up.
+    """
     tokens = torch.full_like(tree.token_ids, pad_id)
     tokens[:, 0] = tree.token_ids[:, 0]
     chain, rows = TokenTree.chain(tokens), torch.tensor(padding, device=tree.device)[:, None]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..tree import TokenTree
 
@@ -20,15 +20,15 @@ class AcceptanceStats:
     """How drafting went: acceptance lengths, tree sizes and time by phase.
 
     Attributes:
-        accepted_lengths (`list[list[int]]`): Per row, the tokens committed by each step in which the row was unfinished: the accepted
-            nodes and the bonus token.
+        accepted_lengths (`list[list[int]]`): Per row, the tokens committed by each step in which the row was
+            unfinished: the accepted nodes and the bonus token.
         steps (`int`): Target forwards after the prefill.
         tree_sizes (`list[int]`): Per step, the nodes verified besides the root.
         reached_by_depth (`list[int]`): Row-steps whose tree had a node at depth 1, 2, ...
         accepted_by_depth (`list[int]`): Row-steps that accepted a node at depth 1, 2, ...
         prefill_seconds (`float`): Time of the prefill and the first token.
-        step_seconds (`list[dict[str, float]]`): Per step, the seconds of draft, build, verify, accept and commit. Wall time of the host:
-            on an accelerator a phase may pay for what an earlier one queued.
+        step_seconds (`list[dict[str, float]]`): Per step, the seconds of draft, build, verify, accept and commit. Wall
+            time of the host: on an accelerator a phase may pay for what an earlier one queued.
         last_tree (`TokenTree`, *optional*): The last step's tree.
         last_path (`list[list[int]]`): Per row, the accepted nodes of that tree, the root first.
     """

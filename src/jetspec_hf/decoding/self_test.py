@@ -1,8 +1,10 @@
 """A numeric test of a target: does a token tree on top of its cache give the logits of a plain forward?
 
-It runs once for every kind of target a head meets, on three tiny forwards, and catches what no list can: code that reads positions or masks
-in a way of its own.
+It runs once for every kind of target a head meets, on three tiny forwards, and catches what no list can: code that
+reads positions or masks in a way of its own.
 """
+
+from typing import cast
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -15,8 +17,8 @@ from .verifier import Verifier
 _PROMPT_LENGTH = 6
 _PARENTS = (-1, 0, 0, 1, 1)
 _LEAF_PATHS = ((0, 1, 3), (0, 1, 4), (0, 2))
-# Mean error over the logits' standard deviation. A wrong mask or position gives 0.1 and more; a right one gives 1e-6 in float32 and, with
-# half-precision matrix products of other shapes, about 0.01.
+# Mean error over the logits' standard deviation. A wrong mask or position gives 0.1 and more; a right one gives 1e-6 in
+# float32 and, with half-precision matrix products of other shapes, about 0.01.
 _TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 0.08
 
@@ -38,7 +40,7 @@ def check_tree_logits(target: PreTrainedModel) -> None:
         ValueError: If they differ by more than rounding: tree decoding on this target would be silently wrong.
     """
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
-    device = target.get_input_embeddings().weight.device
+    device = cast(torch.Tensor, target.get_input_embeddings().weight).device
     tokens = (
         torch.arange(3, 3 + _PROMPT_LENGTH + len(_PARENTS), device="cpu" if device.type == "meta" else device)
         * 7
@@ -57,8 +59,9 @@ def check_tree_logits(target: PreTrainedModel) -> None:
     if not error <= tolerance:
         training = " It is in training mode: call `target.eval()` first." if target.training else ""
         raise ValueError(
-            f"`target` must give a token tree the logits of a plain forward, got a mean error of {float(error):.2g} standard deviations "
-            f"(at most {tolerance:g}) from {type(target).__name__}: it cannot be verified with a tree.{training}"
+            "`target` must give a token tree the logits of a plain forward, got a mean error of "
+            f"{float(error):.2g} standard deviations (at most {tolerance:g}) from {type(target).__name__}: it cannot "
+            f"be verified with a tree.{training}"
         )
 
 
@@ -76,7 +79,7 @@ def _tree_logits(target: PreTrainedModel, prompt: torch.Tensor, nodes: torch.Ten
         "position_ids": torch.arange(_PROMPT_LENGTH, device=nodes.device)[None],
     }
     with Verifier(target, taps, model_kwargs, GenerationConfig()) as verifier:
-        verifier.prefill(prompt[None])  # type: ignore[arg-type]
+        verifier.prefill(prompt[None])
         outputs = verifier.verify(tree, last_depths=[2])
     logits: torch.Tensor = outputs.logits[0].float()
     return logits

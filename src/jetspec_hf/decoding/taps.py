@@ -1,7 +1,7 @@
 """Record the tapped layers' outputs with forward hooks, only for one's own forwards, and only while decoding.
 
-Hooks on the decoder layers give the states before the final norm, mean the same on every release of transformers, survive PEFT and
-offloading, and see every chunk of a chunked prefill.
+Hooks on the decoder layers give the states before the final norm, mean the same on every release of transformers,
+survive PEFT and offloading, and see every chunk of a chunked prefill.
 """
 
 import threading

@@ -1,11 +1,12 @@
 """Verify a token tree in one forward pass of the target (arXiv 2606.18394, section 4.2); commit its accepted paths.
 
-The prefill is the target's own, and a tree node is fed what the target's next plain step would be fed, but for its position (anchor plus
-depth) and its mask (the prefix and the node's own ancestors). This file alone calls the private methods of `GenerationMixin`.
+The prefill is the target's own, and a tree node is fed what the target's next plain step would be fed, but for its
+position (anchor plus depth) and its mask (the prefix and the node's own ancestors). This file alone calls the private
+methods of `GenerationMixin`.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import Cache, GenerationConfig, PreTrainedModel
@@ -27,6 +28,9 @@ from .cache import (
 )
 from .drafter import CommittedTokens
 from .taps import FeatureTaps
+
+if TYPE_CHECKING:
+    from transformers._typing import GenerativePreTrainedModel
 
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _REPLACED_INPUTS = (
@@ -60,7 +64,7 @@ class Verifier:
         model_kwargs: dict[str, Any],
         generation_config: GenerationConfig,
     ) -> None:
-        self._target = target
+        self._target = cast("GenerativePreTrainedModel", target)
         self._taps = taps
         self._model_kwargs = model_kwargs
         self._generation_config = generation_config
@@ -68,8 +72,9 @@ class Verifier:
         self._shares_keys = bool(getattr(target.config.get_text_config(decoder=True), "num_kv_shared_layers", 0))
         self._mask_per_kind = takes_mask_per_kind(target)
         self._recording = False
-        self.cache: Cache = model_kwargs.get(CACHE_NAME)
-        check_cache(self.cache)
+        cache: Any = model_kwargs.get(CACHE_NAME)
+        check_cache(cache)
+        self.cache: Cache = cache
         self._prefix_mask = torch.empty(0, 0, dtype=torch.bool)
         self._lags: list[int] = []
         self._next_positions = torch.empty(0, dtype=torch.long)
@@ -86,11 +91,12 @@ class Verifier:
         if self._recording:
             stop_recording(self.cache)
 
-    def prefill(self, input_ids: torch.LongTensor) -> tuple[Any, CommittedTokens]:
+    def prefill(self, input_ids: torch.Tensor) -> tuple[Any, CommittedTokens]:
         """Runs the target's own prefill: reused caches, chunks, embeddings and multimodal inputs are its business.
 
         Args:
-            input_ids (`torch.LongTensor` of shape `(batch, length)`): The prompt; empty when `inputs_embeds` were given.
+            input_ids (`torch.LongTensor` of shape `(batch, length)`): The prompt; empty when `inputs_embeds` were
+                given.
 
         Returns:
             `tuple`: The target's outputs, whose last logits give the first token, and the committed prompt.
@@ -114,7 +120,7 @@ class Verifier:
         )
         return outputs, committed
 
-    def _describe_prefix(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> None:
+    def _describe_prefix(self, input_ids: torch.Tensor, logits: torch.Tensor) -> None:
         """Which slots hold tokens, where the next token stands, and what else a plain step would be fed."""
         batch, device, length = logits.shape[0], logits.device, cached_length(self.cache)
         mask = self._model_kwargs.get("attention_mask")
@@ -141,9 +147,9 @@ class Verifier:
         return self._prefix_mask.device
 
     @property
-    def anchor_positions(self) -> torch.LongTensor:
+    def anchor_positions(self) -> torch.Tensor:
         """Absolute positions of the anchors in their unpadded sequences, of shape `(batch,)`."""
-        return self._prefix_mask.sum(dim=1)  # type: ignore[return-value]
+        return self._prefix_mask.sum(dim=1)
 
     @property
     def free_nodes(self) -> int | None:
@@ -161,11 +167,12 @@ class Verifier:
 
         Args:
             tree (`TokenTree`): The tree, the anchors at its root.
-            last_depths (`list[int]`): Per row, the deepest node that can still be accepted; deeper nodes are verified at that
-                depth's position, so that no position beyond the end of the generation is ever used.
+            last_depths (`list[int]`): Per row, the deepest node that can still be accepted; deeper nodes are verified
+                at that depth's position, so that no position beyond the end of the generation is ever used.
 
         Returns:
-            `ModelOutput`: `logits` of shape `(batch, nodes, vocab)`; row `i` is the target's distribution after node `i`.
+            `ModelOutput`: `logits` of shape `(batch, nodes, vocab)`; row `i` is the target's distribution after node
+            `i`.
         """
         depths = torch.minimum(tree.depths, torch.tensor(last_depths, device=tree.device)[:, None])
         inputs = {
@@ -219,17 +226,17 @@ class Verifier:
         positions = self.anchor_positions[:, None] + torch.arange(longest, device=device)
         features = self._taps.take()
         features = features.gather(1, padded.to(features.device)[..., None].expand(-1, -1, features.shape[-1]))
-        if len(set(lengths)) == 1 and not any(self._lags):
+        even = len(set(lengths)) == 1 and not any(self._lags)
+        if even:
             commit_path(self.cache, num_nodes, padded)
             self._prefix_mask = torch.cat([self._prefix_mask, visible], dim=1)
-            visible = None
         else:
             prefix = self.prefix_length
             self._lags = commit_ragged(self.cache, num_nodes, paths, self._lags)
             self._prefix_mask = self._ragged_prefix_mask(prefix, paths)
         self._uncommitted = 0
         self._next_positions = self._next_positions + counts
-        return CommittedTokens(features, positions, visible, self.prefix_length)
+        return CommittedTokens(features, positions, None if even else visible, self.prefix_length)
 
     def _ragged_prefix_mask(self, prefix: int, paths: Sequence[Sequence[int]]) -> torch.Tensor:
         """The prefix mask after [`commit_ragged`]: moved as the slots were, empty where a row lags behind."""
@@ -244,7 +251,7 @@ class Verifier:
     def idle(self) -> None:
         """A forward whose result nobody needs, to keep step with ranks that share the weights."""
         anchors = torch.zeros(self._prefix_mask.shape[0], dtype=torch.long, device=self.device)
-        self.verify(TokenTree.root_only(anchors), last_depths=[0] * anchors.shape[0])  # type: ignore[arg-type]
+        self.verify(TokenTree.root_only(anchors), last_depths=[0] * anchors.shape[0])
         self._taps.take()
         drop_nodes(self.cache, 1)
         self._uncommitted = 0

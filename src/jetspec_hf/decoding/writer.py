@@ -1,10 +1,11 @@
 """Choose, check and hand out the target's tokens exactly as plain decoding does.
 
-Logits processors, the random draw, stopping criteria and the streamer are called here and nowhere else: once per emitted token, in order, on
-the true prefix. That is what makes any tree exact, and same-seed sampling identical.
+Logits processors, the random draw, stopping criteria and the streamer are called here and nowhere else: once per
+emitted token, in order, on the true prefix. That is what makes any tree exact, and same-seed sampling identical.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -49,8 +50,9 @@ _ROWWISE_CRITERIA = (
 class TokenWriter:
     """The sequences of one generation, and the target's choice of what comes next.
 
-    Rows advance **raggedly**, each by what it accepts, where every processor and criterion looks at rows one by one and keeps no state.
-    Otherwise they advance in **lockstep**: every call sees the whole batch at one length, as in plain decoding.
+    Rows advance **raggedly**, each by what it accepts, where every processor and criterion looks at rows one by one and
+    keeps no state. Otherwise they advance in **lockstep**: every call sees the whole batch at one length, as in plain
+    decoding.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(batch, length)`): The prompt.
@@ -58,12 +60,13 @@ class TokenWriter:
         stopping_criteria (`StoppingCriteriaList`): As prepared by `generate`.
         generation_config (`GenerationConfig`): As prepared by `generate`.
         streamer (`BaseStreamer`, *optional*): Receives every token once, in order, when all rows have theirs.
-        lockstep (`bool`, defaults to `False`): Whether rows must advance in lockstep whatever the processors and criteria are.
+        lockstep (`bool`, defaults to `False`): Whether rows must advance in lockstep whatever the processors and
+            criteria are.
     """
 
     def __init__(
         self,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
@@ -128,10 +131,10 @@ class TokenWriter:
         """What a finished row gets; 0 where there is no padding token."""
         return self._pad_id
 
-    def anchors(self) -> torch.LongTensor:
+    def anchors(self) -> torch.Tensor:
         """The last token of every row, of shape `(batch,)`."""
         last = torch.tensor(self.lengths, device=self._ids.device)[:, None] - 1
-        return self._ids.gather(1, last)[:, 0]  # type: ignore[return-value]
+        return self._ids.gather(1, last)[:, 0]
 
     def write(self, rows: Sequence[int], logits: torch.Tensor) -> list[int]:
         """Lets the target choose the next token of these rows, appends it, and checks whether they stop.
@@ -188,12 +191,12 @@ class TokenWriter:
 
     def _prefix(self, length: int) -> torch.LongTensor:
         """The first `length` tokens of every row, contiguous; shorter rows end in padding that nobody looks at."""
-        return self._ids[:, :length].contiguous()  # type: ignore[return-value]
+        return cast(torch.LongTensor, self._ids[:, :length].contiguous())
 
     def _append(self, rows: list[int], length: int, tokens: torch.Tensor) -> None:
         if length == self._ids.shape[1]:
             room = max(64, length)
-            self._ids = torch.cat([self._ids, self._ids.new_full((self.batch_size, room), self._pad_id)], dim=1)  # type: ignore[assignment]
+            self._ids = torch.cat([self._ids, self._ids.new_full((self.batch_size, room), self._pad_id)], dim=1)
         self._ids[rows, length] = tokens.to(self._ids.dtype)
         for row in rows:
             self.lengths[row] = length + 1
@@ -208,23 +211,24 @@ class TokenWriter:
             self._streamer.put(self._ids[:, position].cpu())
         self._streamed = max(self._streamed, end)
 
-    def close(self) -> torch.LongTensor:
+    def close(self) -> torch.Tensor:
         """Ends the stream.
 
         Returns:
-            `torch.LongTensor` of shape `(batch, length)`: Prompt and new tokens; rows that stopped early end in padding.
+            `torch.LongTensor` of shape `(batch, length)`: Prompt and new tokens; rows that stopped early end in
+            padding.
         """
         self._stream()
         if self._streamer is not None:
             self._streamer.end()
         return self.sequences()
 
-    def tail(self, count: int) -> torch.LongTensor:
-        """The last token of every row and the `count - 1` that follow it in [`sequences`], of shape `(batch, count)`."""
+    def tail(self, count: int) -> torch.Tensor:
+        """The last token of every row and the `count - 1` after it in [`sequences`], of shape `(batch, count)`."""
         first = torch.tensor(self.lengths, device=self._ids.device)[:, None] - 1
         columns = first + torch.arange(count, device=self._ids.device)
-        return self._ids.gather(1, columns.clamp(max=self._ids.shape[1] - 1))  # type: ignore[return-value]
+        return self._ids.gather(1, columns.clamp(max=self._ids.shape[1] - 1))
 
-    def sequences(self) -> torch.LongTensor:
+    def sequences(self) -> torch.Tensor:
         """Prompt and tokens so far, of shape `(batch, longest)`; shorter rows end in padding."""
-        return self._ids[:, : max(self.lengths)].clone()  # type: ignore[return-value]
+        return self._ids[:, : max(self.lengths)].clone()

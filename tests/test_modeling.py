@@ -1,0 +1,263 @@
+"""The draft head: causality, windows, rotary precision, loading and making."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, PreTrainedModel
+from transformers.cache_utils import DFlashCache
+
+from jetspec_hf import JetSpecConfig, JetSpecDraftHead, JetSpecHead
+from jetspec_hf.decoding.drafter import GrowingKeyValueCache
+from support.tiny_targets import ARCHITECTURES, tiny_target
+
+FIXTURES = Path(__file__).parent / "fixtures"
+BLOCK, CONTEXT = 6, 10
+
+
+def make_head(**fields: Any) -> JetSpecDraftHead:
+    config = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "num_target_layers": 6,
+        "mask_token_id": 127,
+        "block_size": BLOCK,
+        "initializer_range": 0.3,
+        **fields,
+    }
+    return JetSpecDraftHead(JetSpecConfig(**config)).eval()
+
+
+def inputs_of(head: JetSpecDraftHead, batch: int = 1, context: int = CONTEXT) -> dict[str, torch.Tensor]:
+    width = head.config.hidden_size
+    return {
+        "noise_embeds": torch.randn(batch, BLOCK, width),
+        "context_hidden_states": torch.randn(batch, context, len(head.config.target_layer_ids) * width),
+    }
+
+
+@torch.no_grad()
+def run(head: JetSpecDraftHead, inputs: dict[str, torch.Tensor], **more: Any) -> torch.Tensor:
+    states: torch.Tensor = head(**inputs, **more).last_hidden_state
+    return states
+
+
+def changed_rows(head: JetSpecDraftHead, inputs: dict[str, torch.Tensor], name: str, position: int) -> list[int]:
+    """The block rows whose output changes when one position of an input changes."""
+    other = {key: value.clone() for key, value in inputs.items()}
+    other[name][:, position] += 1.0
+    difference = (run(head, inputs) - run(head, other)).abs().amax(dim=(0, 2))
+    return [row for row, value in enumerate(difference.tolist()) if value > 1e-6]
+
+
+@pytest.mark.parametrize("position", range(BLOCK))
+def test_in_a_causal_head_a_position_reaches_itself_and_later_rows_only(position: int) -> None:
+    head = make_head()
+    assert changed_rows(head, inputs_of(head), "noise_embeds", position) == list(range(position, BLOCK))
+
+
+@pytest.mark.parametrize("position", range(BLOCK))
+def test_in_a_bidirectional_head_a_position_reaches_every_row(position: int) -> None:
+    head = make_head(causal=False)
+    assert changed_rows(head, inputs_of(head), "noise_embeds", position) == list(range(BLOCK))
+
+
+def test_causality_is_chosen_per_layer_kind() -> None:
+    kinds = {"layer_types": ["sliding_attention"], "sliding_window": 100, "num_hidden_layers": 1}
+    causal = {"full_attention": False, "sliding_attention": True}
+    head = make_head(causal=causal, **kinds)
+    assert changed_rows(head, inputs_of(head), "noise_embeds", 3) == [3, 4, 5]
+    head = make_head(causal=causal, num_hidden_layers=1)
+    assert changed_rows(head, inputs_of(head), "noise_embeds", 3) == list(range(BLOCK))
+
+
+@pytest.mark.parametrize("position", range(CONTEXT))
+def test_a_sliding_layer_sees_its_window_the_query_included(position: int) -> None:
+    window = 4
+    head = make_head(layer_types=["sliding_attention"], sliding_window=window, num_hidden_layers=1)
+    expected = [row for row in range(BLOCK) if CONTEXT + row - position < window]
+    assert changed_rows(head, inputs_of(head), "context_hidden_states", position) == expected
+
+
+@pytest.mark.parametrize("layer_types", [["full_attention"] * 2, ["sliding_attention", "full_attention"]])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("cache_class", [GrowingKeyValueCache, None])
+def test_a_context_fed_in_pieces_gives_what_it_gives_at_once(
+    layer_types: list[str], causal: bool, cache_class: Any
+) -> None:
+    window = 4 if "sliding_attention" in layer_types else None
+    head = make_head(layer_types=layer_types, sliding_window=window, causal=causal)
+    inputs = inputs_of(head, context=100)
+    expected = run(head, inputs)
+    cache = cache_class() if cache_class else DFlashCache(config=head.config)
+    if cache_class is None:
+        cache.activate_past_recording()
+    start = 0
+    for end in (7, 8, 80, 100):
+        piece = {**inputs, "context_hidden_states": inputs["context_hidden_states"][:, start:end]}
+        positions = torch.arange(start, end + BLOCK)[None]
+        states = run(head, piece, position_ids=positions, cache=cache)
+        cache.crop(-BLOCK)
+        start = end
+    assert (states - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_padding_and_holes_in_the_context_are_as_if_they_were_not_there(window: int | None) -> None:
+    kind = "full_attention" if window is None else "sliding_attention"
+    head = make_head(layer_types=[kind] * 2, sliding_window=window)
+    inputs = inputs_of(head, batch=2)
+    context_mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0, 0, 1, 1]])
+    mask = torch.cat([context_mask, torch.ones(2, BLOCK, dtype=torch.long)], dim=1)
+    states = run(head, inputs, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    for row in range(2):
+        alone = {
+            "noise_embeds": inputs["noise_embeds"][row : row + 1],
+            "context_hidden_states": inputs["context_hidden_states"][row : row + 1, context_mask[row].bool()],
+        }
+        assert (states[row] - run(head, alone)[0]).abs().max() < 1e-5
+
+
+def test_rotary_frequencies_stay_float32_under_a_cast() -> None:
+    head = make_head(rope_theta=1e6)
+    before = head.rotary_emb.inv_freq.clone()
+    head.to(torch.bfloat16)
+    assert head.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(head.rotary_emb.inv_freq, before)
+    expected = 1.0 / 1e6 ** (torch.arange(0, 8, 2, dtype=torch.float32) / 8)
+    assert torch.equal(before, expected)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}])
+def test_scaled_rotary_embeddings_are_those_of_transformers(rope: dict[str, Any]) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    rope = {"rope_theta": 1e4, "original_max_position_embeddings": 64, **rope}
+    head = make_head(rope_parameters=rope, max_position_embeddings=256)
+    positions = torch.arange(300)[None]
+    cos, sin = head.rotary_emb(positions, torch.float32)
+    expected = Qwen3RotaryEmbedding(head.config)(torch.zeros(1), positions)
+    assert (cos[:, 0] - expected[0]).abs().max() < 1e-6
+    assert (sin[:, 0] - expected[1]).abs().max() < 1e-6
+
+
+def test_a_saved_head_loads_the_same_through_both_names_and_automodel(tmp_path: Path) -> None:
+    head = make_head(branch_rank=3, causal=False)
+    head.generation_config.tree_budget = 9
+    head.save_pretrained(tmp_path)
+    inputs = inputs_of(head)
+    for loader in (JetSpecHead, JetSpecDraftHead, AutoModel):
+        loaded = loader.from_pretrained(tmp_path)
+        assert type(loaded) is JetSpecDraftHead
+        assert torch.equal(run(loaded, inputs), run(head, inputs))
+        assert torch.equal(loaded.branch_parent.weight, head.branch_parent.weight)
+        assert loaded.generation_config.tree_budget == 9
+        assert not loaded.training
+
+
+def test_a_head_loads_in_another_dtype(tmp_path: Path) -> None:
+    make_head().save_pretrained(tmp_path)
+    assert JetSpecHead.from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert JetSpecHead.from_pretrained(tmp_path, dtype="auto").dtype == torch.float32
+
+
+def test_a_published_head_loads_from_a_subfolder_in_both_spellings(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "official_causal" / "head", tmp_path / "deep" / "er")
+    first = JetSpecHead.from_pretrained(str(tmp_path), subfolder="deep/er")
+    second = JetSpecHead.from_pretrained(f"{tmp_path}::deep/er")
+    assert torch.equal(first.fc.weight, second.fc.weight)
+    assert first.generation_config.tree_budget == "auto"
+
+
+@pytest.mark.parametrize("problem", ["missing", "unexpected", "shape"])
+def test_a_checkpoint_whose_tensors_are_not_the_heads_is_refused(tmp_path: Path, problem: str) -> None:
+    shutil.copytree(FIXTURES / "official_causal" / "head", tmp_path / "head")
+    file = tmp_path / "head" / "model.safetensors"
+    file.chmod(0o644)
+    tensors = load_file(file)
+    if problem == "missing":
+        del tensors["fc.weight"]
+    elif problem == "unexpected":
+        tensors["candidate_selector.successor_codebook"] = torch.zeros(2, 2)
+    else:
+        tensors["fc.weight"] = torch.zeros(64, 64)
+    save_file(tensors, file, metadata={"format": "pt"})
+    name = "candidate_selector" if problem == "unexpected" else "fc.weight"
+    with pytest.raises((ValueError, RuntimeError), match=name):
+        JetSpecHead.from_pretrained(tmp_path / "head")
+
+
+def test_code_in_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "official_causal" / "head", tmp_path / "head")
+    config = tmp_path / "head" / "config.json"
+    config.chmod(0o644)
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}))
+    (tmp_path / "head" / "dflash.py").write_text("raise SystemExit('remote code ran')")
+    assert JetSpecHead.from_pretrained(tmp_path / "head").config.block_size == 8
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_fresh_head_fits_any_supported_target(name: str) -> None:
+    target = tiny_target(name, ARCHITECTURES[name].backends[0])
+    head = JetSpecDraftHead.from_target(target, num_hidden_layers=1, block_size=4)
+    head.check_target(target)
+    assert head.config.hidden_size == target.get_input_embeddings().weight.shape[1]
+    assert head.config.mask_token_id not in (0, 1, 2)
+    assert not head.training
+
+
+def test_a_fresh_head_takes_the_targets_dtype_and_special_tokens(target: PreTrainedModel) -> None:
+    head = JetSpecDraftHead.from_target(copy.deepcopy(target).to(torch.bfloat16), num_hidden_layers=1)
+    assert head.dtype == torch.bfloat16
+    assert (head.config.pad_token_id, head.config.bos_token_id, head.config.eos_token_id) == (0, 1, 2)
+
+
+def test_a_subclass_makes_heads_of_its_own_kind(target: PreTrainedModel) -> None:
+    class Custom(JetSpecDraftHead):
+        pass
+
+    assert type(Custom.from_target(target, num_hidden_layers=1)) is Custom
+
+
+@pytest.mark.parametrize(("field", "value"), [("vocab_size", 129), ("hidden_size", 32), ("num_target_layers", 3)])
+def test_a_head_for_another_target_is_refused_with_both_values(
+    target: PreTrainedModel, field: str, value: int
+) -> None:
+    fields: dict[str, Any] = {"hidden_size": 64, "num_target_layers": 2, "target_layer_ids": [1], field: value}
+    head = make_head(**fields)
+    with pytest.raises(ValueError, match=rf"{field}.*{value}"):
+        head.check_target(target)
+
+
+def test_the_branch_term_is_the_product_of_its_factors_and_starts_at_zero() -> None:
+    head = make_head(branch_rank=3)
+    parents, candidates = torch.tensor([[4, 5]]), torch.tensor([[6, 7, 8]])
+    assert torch.equal(head.branch_scores(parents, candidates), torch.zeros(1, 2, 3))
+    torch.nn.init.normal_(head.branch_child.weight)
+    a, b = head.branch_parent.weight, head.branch_child.weight
+    expected = torch.stack([torch.stack([a[u] @ b[v] for v in (6, 7, 8)]) for u in (4, 5)])[None]
+    assert torch.allclose(head.branch_scores(parents, candidates), expected)
+
+
+def test_a_head_without_a_branch_term_says_so() -> None:
+    with pytest.raises(ValueError, match="branch_rank"):
+        make_head().branch_scores(torch.tensor([[1]]), torch.tensor([[2]]))
+
+
+def test_block_positions_default_to_those_after_the_context() -> None:
+    head = make_head()
+    inputs = inputs_of(head)
+    explicit = run(head, inputs, position_ids=torch.arange(CONTEXT + BLOCK)[None])
+    assert torch.equal(run(head, inputs), explicit)
