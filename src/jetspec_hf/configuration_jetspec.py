@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeGuard, cast
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from .published_config import default_target_layer_ids, is_published_config, translate_published_config
 
 LAYER_KINDS = ("full_attention", "sliding_attention")
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 _POSITIVE_INTEGERS = (
     "vocab_size",
     "hidden_size",
@@ -116,7 +118,11 @@ class JetSpecConfig(PreTrainedConfig):
         """Fills the derived defaults, then validates every field."""
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None and _is_positive_integer(self.num_attention_heads):
+        if (
+            self.head_dim is None
+            and _is_positive_integer(self.hidden_size)
+            and _is_positive_integer(self.num_attention_heads)
+        ):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.layer_types is None and _is_positive_integer(self.num_hidden_layers):
             self.layer_types = ["full_attention"] * self.num_hidden_layers
@@ -168,8 +174,8 @@ class JetSpecConfig(PreTrainedConfig):
             raise ValueError(
                 "`tie_word_embeddings` must be `False`, got True: a draft head has no embeddings of its own."
             )
-        if not isinstance(self.hidden_act, str):
-            raise ValueError(f"`hidden_act` must be the name of an activation, got {self.hidden_act!r}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be the name of an activation in transformers, got {self.hidden_act!r}.")
         if not isinstance(self.target_name_or_path, str | None):
             raise ValueError(f"`target_name_or_path` must be `None` or a string, got {self.target_name_or_path!r}.")
 
@@ -178,6 +184,11 @@ class JetSpecConfig(PreTrainedConfig):
         theta = rope.get("rope_theta")
         if not _is_positive_number(theta):
             raise ValueError(f"`rope_parameters['rope_theta']` must be a finite number above 0, got {theta!r}.")
+        if rope.get("rope_type") not in ROPE_TYPES:
+            raise ValueError(
+                f"`rope_parameters['rope_type']` must be one of {', '.join(ROPE_TYPES)}, got {rope.get('rope_type')!r}: "
+                "other types change cached keys as the text grows."
+            )
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(
                 "`rope_parameters['partial_rotary_factor']` must be 1 or missing, got "

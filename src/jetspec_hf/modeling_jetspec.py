@@ -17,8 +17,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eager_attention_forward, rotate_half
 
 from .configuration_jetspec import JetSpecConfig
-from .target import check_target, head_config_for
+from .target import check_architecture, check_target, head_config_for
 
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 DRAFTING_DEFAULTS = {"tree_budget": "auto", "tree_width": 16, "draft_depth": None}
 
 
@@ -382,6 +383,7 @@ class JetSpecDraftHead(PreTrainedModel):
             "mask_token_id": mask_token_id,
             **config,
         }
+        check_architecture(target)
         head_config = JetSpecConfig(**head_config_for(target, fields))
         check_target(target, head_config)
         embeddings = cast(torch.Tensor, target.get_input_embeddings().weight)
@@ -412,6 +414,8 @@ class JetSpecDraftHead(PreTrainedModel):
         if isinstance(path, str) and "::" in path:
             path, kwargs["subfolder"] = path.split("::", 1)
         wants_info = kwargs.pop("output_loading_info", False)
+        places = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        kwargs.setdefault("ignore_mismatched_sizes", True)  # reported below, by name
         loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         head, info = loaded
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
@@ -420,10 +424,17 @@ class JetSpecDraftHead(PreTrainedModel):
                     f"The tensors of {path} must be exactly those its config describes, got {problem}: "
                     f"{sorted(info[problem])}."
                 )
-        for knob, default in DRAFTING_DEFAULTS.items():
-            if not hasattr(head.generation_config, knob):
-                setattr(head.generation_config, knob, default)
+        head.generation_config = GenerationConfig(**{**DRAFTING_DEFAULTS, **cls._saved_knobs(path, places)})
         return (head, info) if wants_info else head
+
+    @staticmethod
+    def _saved_knobs(path: Any, places: dict[str, Any]) -> dict[str, Any]:
+        """The knobs saved beside the weights; none in a published checkpoint."""
+        try:
+            saved = GenerationConfig.from_pretrained(path, **places)
+        except OSError:  # there is no generation_config.json
+            return {}
+        return {knob: getattr(saved, knob) for knob in DRAFTING_DEFAULTS if hasattr(saved, knob)}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

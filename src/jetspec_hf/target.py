@@ -170,6 +170,19 @@ def length_limit_reason(target: PreTrainedModel, length: int, max_length: int) -
     return None
 
 
+def check_architecture(target: PreTrainedModel) -> None:
+    """Checks that a token tree can be verified on this target, whatever the head.
+
+    Args:
+        target (`PreTrainedModel`): The model to be sped up.
+
+    Raises:
+        ValueError: If it cannot; the message says why.
+    """
+    if (reason := unsupported_reason(target)) is not None:
+        raise ValueError(f"{type(target).__name__} {reason}.")
+
+
 def check_target(target: PreTrainedModel, config: "JetSpecConfig") -> None:
     """Checks that a head of this configuration can draft for this target.
 
@@ -180,9 +193,8 @@ def check_target(target: PreTrainedModel, config: "JetSpecConfig") -> None:
     Raises:
         ValueError: If the target cannot be verified with a tree, or does not fit; the message has both values.
     """
+    check_architecture(target)
     name = type(target).__name__
-    if (reason := unsupported_reason(target)) is not None:
-        raise ValueError(f"{name} {reason}.")
     text_config = target.config.get_text_config(decoder=True)
     facts = (
         ("vocab_size", text_config.vocab_size, config.vocab_size),

@@ -17,7 +17,7 @@ from jetspec_hf.decoding.cache import (
     check_cache,
     commit_path,
     commit_ragged,
-    drop_nodes,
+    crop_to,
     free_slots,
     start_recording,
     stop_recording,
@@ -142,7 +142,7 @@ def test_dropped_nodes_leave_no_trace(kind: str) -> None:
     feed(cache, torch.tensor(model.rows))
     start_recording(cache)
     feed(cache, torch.tensor([[7.0, 8.0]]))
-    drop_nodes(cache, 2)
+    crop_to(cache, 6)
     model.check(cache)
 
 

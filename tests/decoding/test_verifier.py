@@ -180,10 +180,24 @@ def test_the_prompts_logits_are_never_computed(target: PreTrainedModel) -> None:
     assert outputs.logits.shape[1] == 1
 
 
-def test_an_error_between_verification_and_commit_leaves_no_node_in_the_cache(target: PreTrainedModel) -> None:
-    session = Session(target, batch=1)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_an_error_between_verification_and_commit_leaves_no_node_in_the_cache(name: str) -> None:
+    session = Session(tiny_target(name, **(ARCHITECTURES[name].window or {})), batch=1)
     with pytest.raises(KeyError), torch.no_grad(), session.taps.attached(), session.verifier:
         session.verifier.prefill(session.prompt)
         session.verify()
         raise KeyError
     assert session.verifier.cache.get_seq_length() == PROMPT_LENGTHS[0]
+
+
+def test_an_error_inside_the_verify_forward_leaves_no_node_in_any_layer(target: PreTrainedModel) -> None:
+    session = Session(target, batch=1)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError), torch.no_grad(), session.taps.attached(), session.verifier:
+        session.verifier.prefill(session.prompt)
+        decoder_layers(target)[1].mlp.register_forward_hook(fail)  # the first layer has its keys already
+        session.verify()
+    assert [layer.get_seq_length() for layer in session.verifier.cache.layers] == [PROMPT_LENGTHS[0]] * 2

@@ -1,4 +1,4 @@
-"""What cannot be exact is refused before any token, by name, and the target is left as it was: also when something raises.
+"""What cannot be exact is refused before any token, by name, and the target is left as it was, whatever raises.
 
 Other assistants, beams and other threads are not disturbed.
 """
@@ -198,7 +198,7 @@ class TestArguments:
             ("tree_budget", 2.5),
             ("tree_budget", "many"),
             ("tree_width", 0),
-            ("tree_width", None.__class__),
+            ("tree_width", "wide"),
             ("draft_depth", 0),
             ("draft_depth", 6),
         ],
@@ -298,7 +298,7 @@ class TestAfterAnException:
         decoded = target.generate(**reference.inputs, assistant_model=head, **settings)
         assert torch.equal(decoded, reference.sequences)
 
-    @pytest.mark.parametrize("fault", FAULTS)
+    @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "target"])
     @pytest.mark.parametrize("batch", [1, 3])
     @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
     def test_a_given_cache_holds_committed_tokens_only(self, name: str, batch: int, fault: str) -> None:
@@ -434,12 +434,12 @@ class TestThreads:
             3 - heads
         )
 
-        def generate(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def generate(index: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
             made[index].drafts[threading.get_ident()] = []
             sequences = target.generate(
                 **references[index].inputs, do_sample=False, max_new_tokens=24, assistant_model=made[index]
             )
-            return sequences, torch.cat(made[index].drafts[threading.get_ident()])
+            return sequences, made[index].drafts[threading.get_ident()]
 
         for head in made:
             head.drafts = {}

@@ -1,1 +1,1 @@
-"""Oracles and tiny random targets shared by the tests: nothing here computes an expectation with the code under test."""
+"""Oracles and tiny random targets for the tests: nothing here computes an expectation with the code under test."""

@@ -9,8 +9,8 @@ import torch
 
 from jetspec_hf import JetSpecDraftHead
 
-# Logits of the four best-ranked tokens of a depth, the others lie between 0 and 1. A right draft is put one above its place,
-# so that the first has a probability of about 0.7 and a chain of them comes before most of its siblings.
+# Logits of the four best-ranked tokens of a depth, the others lie between 0 and 1. A right draft is put one above its
+# place, so that the first has a probability of about 0.7 and a chain of them comes before most of its siblings.
 RANKED_LOGITS = (9.0, 7.0, 5.0, 3.0)
 NEVER = -20.0
 
@@ -78,9 +78,8 @@ class OracleHead(JetSpecDraftHead):
 
     def _check_anchors(self, anchors: list[int], positions: list[int]) -> None:
         for row, (anchor, position, text) in enumerate(zip(anchors, positions, self.texts, strict=True)):
-            unfinished = (
-                position < len(text) - 1
-            )  # the last known token ends the row: what a finished row holds is free
+            # the last known token ends the row, which then may hold anything
+            unfinished = position < len(text) - 1
             assert not unfinished or text[position] == anchor, (
                 f"row {row} has anchor {anchor} at position {position}, where the target's text has {text[position]}"
             )

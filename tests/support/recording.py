@@ -100,5 +100,5 @@ class Fingerprint:
 
 
 def _instance_attributes(module: nn.Module) -> frozenset[str]:
-    """Names set on the instance, except those that transformers and the rotary embeddings set while they run."""
-    return frozenset(name for name in vars(module) if not name.startswith("_compiled"))
+    """Names set on the instance, except where `generate` itself keeps a static cache and a compiled forward."""
+    return frozenset(name for name in vars(module) if name not in {"_cache", "_compiled_call"})

@@ -98,9 +98,9 @@ def greedy_reference(
 ) -> Reference:
     """A batch whose plain greedy text has a clear choice at every token.
 
-    Random targets now and then have two best logits within rounding of each other, where one-token decoding itself depends on
-    the batch shape. The first prompts without such a tie, and whose text does not repeat a single token, are taken: a
-    margin of 1e-3 of the logits' standard deviation, a hundred times the rounding error of tree verification.
+    Random targets now and then have two best logits within rounding of each other, where one-token decoding itself
+    depends on the batch shape. The first prompts without such a tie, and whose text does not repeat a single token, are
+    taken: a margin of 1e-3 of the logits' standard deviation, a hundred times the rounding error of tree verification.
 
     Args:
         target: the model.

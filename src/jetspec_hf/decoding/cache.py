@@ -108,9 +108,10 @@ def mask_sizes(cache: Cache, kind: AttentionKind, num_nodes: int) -> tuple[int, 
     return int(length), int(offset)
 
 
-def drop_nodes(cache: Cache, num_nodes: int) -> None:
-    """Takes the last `num_nodes` slots out again: the cache is as it was before the forward over them."""
-    cache.crop(-num_nodes)
+def crop_to(cache: Cache, length: int) -> None:
+    """Takes every slot from `length` on out again; layers that a forward did not reach before it failed have none."""
+    for layer in _filled_layers(cache):
+        layer.crop(min(length - int(layer.get_seq_length()), 0))
 
 
 def commit_path(cache: Cache, num_nodes: int, path: torch.Tensor) -> None:

@@ -59,8 +59,7 @@ def tree_decoding(
         head, target, verifier.cache, DraftingKnobs.resolve(head, target, generation_config), input_ids.shape[0]
     )
     keeps_cache = bool(generation_config.return_dict_in_generate or getattr(verifier.cache, "_is_user_defined", False))
-    # a static cache has no room for catching up, so rows whose cache somebody will see stay together
-    lockstep = keeps_cache and is_static(verifier.cache)
+    lockstep = is_static(verifier.cache)  # it has no slots to spare for rows that are ahead of others
     writer = TokenWriter(input_ids, logits_processor, stopping_criteria, generation_config, streamer, lockstep)
     stats = head.last_acceptance = AcceptanceStats.of_batch(writer.batch_size)
     hidden_states = HiddenStates(generation_config)

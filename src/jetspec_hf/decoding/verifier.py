@@ -19,7 +19,7 @@ from .cache import (
     check_cache,
     commit_path,
     commit_ragged,
-    drop_nodes,
+    crop_to,
     free_slots,
     mask_sizes,
     ragged_sources,
@@ -79,16 +79,16 @@ class Verifier:
         self._lags: list[int] = []
         self._next_positions = torch.empty(0, dtype=torch.long)
         self._step_inputs: dict[str, Any] = {}
-        self._uncommitted = 0
+        self._num_nodes = 0
 
     def __enter__(self) -> "Verifier":
         return self
 
-    def __exit__(self, *_exception: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_details: object) -> None:
         """Takes what an error left uncommitted out of the cache, and gives it its ordinary behaviour back."""
-        if self._uncommitted:
-            drop_nodes(self.cache, self._uncommitted)
         if self._recording:
+            if error is not None:
+                crop_to(self.cache, self.prefix_length)
             stop_recording(self.cache)
 
     def prefill(self, input_ids: torch.Tensor) -> tuple[Any, CommittedTokens]:
@@ -190,7 +190,7 @@ class Verifier:
         }
         with self._taps.recording(), self._target._optimize_model_for_decode():
             outputs = self._target(**inputs)
-        self._uncommitted = tree.num_nodes
+        self._num_nodes = tree.num_nodes
         return outputs
 
     def _masks(self, tree: TokenTree) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -217,7 +217,7 @@ class Verifier:
         Returns:
             `CommittedTokens`: What the head will see of them.
         """
-        device, num_nodes = self.device, self._uncommitted
+        device, num_nodes = self.device, self._num_nodes
         lengths = [len(path) for path in paths]
         longest = max(lengths)
         padded = torch.tensor([list(path) + [0] * (longest - len(path)) for path in paths], device=device)
@@ -234,7 +234,6 @@ class Verifier:
             prefix = self.prefix_length
             self._lags = commit_ragged(self.cache, num_nodes, paths, self._lags)
             self._prefix_mask = self._ragged_prefix_mask(prefix, paths)
-        self._uncommitted = 0
         self._next_positions = self._next_positions + counts
         return CommittedTokens(features, positions, None if even else visible, self.prefix_length)
 
@@ -253,8 +252,7 @@ class Verifier:
         anchors = torch.zeros(self._prefix_mask.shape[0], dtype=torch.long, device=self.device)
         self.verify(TokenTree.root_only(anchors), last_depths=[0] * anchors.shape[0])
         self._taps.take()
-        drop_nodes(self.cache, 1)
-        self._uncommitted = 0
+        crop_to(self.cache, self.prefix_length)
 
     def anyone_unfinished(self, finished: bool, synced_gpus: bool) -> bool:
         """Whether another step is due here, or, with `synced_gpus`, on any rank that shares this target's weights."""
