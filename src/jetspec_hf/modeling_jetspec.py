@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eager_attention_forward, rotate_half
 
 from .configuration_jetspec import JetSpecConfig
-from .target import check_architecture, check_target, head_config_for
+from .target import base_model, check_architecture, check_target, head_config_for
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 DRAFTING_DEFAULTS = {"tree_budget": "auto", "tree_width": 16, "draft_depth": None}
@@ -384,6 +384,7 @@ class JetSpecDraftHead(PreTrainedModel):
             **config,
         }
         check_architecture(target)
+        target = base_model(target)
         head_config = JetSpecConfig(**head_config_for(target, fields))
         check_target(target, head_config)
         embeddings = cast(torch.Tensor, target.get_input_embeddings().weight)

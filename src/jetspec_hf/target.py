@@ -101,6 +101,19 @@ def _forward_tests_for_dict(forward: Callable[..., Any]) -> bool:
     return ", dict)" in inspect.getsource(inspect.unwrap(forward))
 
 
+def base_model(target: PreTrainedModel) -> PreTrainedModel:
+    """The model itself where a PEFT model wraps it: its adapters are part of the model's own layers.
+
+    Args:
+        target (`PreTrainedModel` or `PeftModel`): The model to be sped up.
+
+    Returns:
+        `PreTrainedModel`: What `generate` runs on.
+    """
+    unwrap = getattr(target, "get_base_model", None)
+    return target if unwrap is None else unwrap()
+
+
 def unsupported_reason(target: PreTrainedModel) -> str | None:
     """Why a token tree cannot be verified on this target, or `None` if it can.
 
@@ -179,6 +192,7 @@ def check_architecture(target: PreTrainedModel) -> None:
     Raises:
         ValueError: If it cannot; the message says why.
     """
+    target = base_model(target)
     if (reason := unsupported_reason(target)) is not None:
         raise ValueError(f"{type(target).__name__} {reason}.")
 
@@ -194,6 +208,7 @@ def check_target(target: PreTrainedModel, config: "JetSpecConfig") -> None:
         ValueError: If the target cannot be verified with a tree, or does not fit; the message has both values.
     """
     check_architecture(target)
+    target = base_model(target)
     name = type(target).__name__
     text_config = target.config.get_text_config(decoder=True)
     facts = (

@@ -1,7 +1,7 @@
 """At batch size 1 sampling returns plain sampling's tokens for the same seed, under every logits processor.
 
-Every processor is also run greedily, alone and in a ragged batch, where plain `generate` is matched token by token. What
-a ragged batch samples is in `test_sampling_distribution.py`.
+Every processor is also run greedily, alone and in a ragged batch, where plain `generate` is matched token by token.
+What a ragged batch samples is in `test_sampling_distribution.py`.
 """
 
 from __future__ import annotations

@@ -100,5 +100,5 @@ class Fingerprint:
 
 
 def _instance_attributes(module: nn.Module) -> frozenset[str]:
-    """Names set on the instance, except where `generate` itself keeps a static cache and a compiled forward."""
-    return frozenset(name for name in vars(module) if name not in {"_cache", "_compiled_call"})
+    """Names set on the instance; `generate` itself leaves the length of the last static cache there."""
+    return frozenset(name for name in vars(module) if name != "_previous_max_cache_length")

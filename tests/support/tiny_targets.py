@@ -1,8 +1,8 @@
 """Tiny random targets of many architectures, for exactness tests (float32, CPU, a few thousand weights each).
 
 Weights are drawn large (std 1.5/sqrt(fan-in)), so that attention matters and a wrong mask or position shows: a plain
-causal mask over a flattened tree gives logit errors of 1 to 12 here, a right tree mask 1e-5. Embeddings are untied: a tied
-random target (gemma, minicpm3) repeats its first token for ever, and greedy equality on such a text notices nothing.
+causal mask over a flattened tree gives logit errors of 1 to 12 here, a right tree mask 1e-5. Embeddings are untied: a
+tied random target (gemma, minicpm3) repeats its first token for ever, and greedy equality on such a text notices nothing.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from .verifier import Verifier
 
 _PROMPT_LENGTH = 6
 _PARENTS = (-1, 0, 0, 1, 1)
+_DEPTHS = (0, 1, 1, 2, 2)
 _LEAF_PATHS = ((0, 1, 3), (0, 1, 4), (0, 2))
 # Mean error over the logits' standard deviation. A wrong mask or position gives 0.1 and more; a right one gives 1e-6 in
 # float32 and, with half-precision matrix products of other shapes, about 0.01.
@@ -40,20 +41,16 @@ def check_tree_logits(target: PreTrainedModel) -> None:
         ValueError: If they differ by more than rounding: tree decoding on this target would be silently wrong.
     """
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
-    device = cast(torch.Tensor, target.get_input_embeddings().weight).device
-    tokens = (
-        torch.arange(3, 3 + _PROMPT_LENGTH + len(_PARENTS), device="cpu" if device.type == "meta" else device)
-        * 7
-        % vocabulary
-    )
+    tokens = torch.arange(3, 3 + _PROMPT_LENGTH + len(_PARENTS), device=_device(target)) * 7 % vocabulary
     prompt, nodes = tokens[:_PROMPT_LENGTH], tokens[_PROMPT_LENGTH:]
-    tree_logits = _tree_logits(target, prompt, nodes)
+    with _verifier(target, _PROMPT_LENGTH) as verifier:
+        verifier.prefill(prompt[None])
+        tree_logits = verifier.verify(_tree(nodes), last_depths=[max(_DEPTHS)]).logits[0].float()
     plain_logits = torch.zeros_like(tree_logits)
-    for path in _LEAF_PATHS:
-        logits = target(
-            input_ids=torch.cat([prompt, nodes[list(path)]])[None], use_cache=False, return_dict=True
-        ).logits
-        plain_logits[list(path)] = logits[0, _PROMPT_LENGTH:].float()
+    for path in map(list, _LEAF_PATHS):
+        with _verifier(target, _PROMPT_LENGTH + len(path)) as verifier:
+            outputs, _ = verifier.prefill(torch.cat([prompt, nodes[path]])[None])
+        plain_logits[path] = outputs.logits[0, -len(path) :].float()
     error = (tree_logits - plain_logits).abs().mean() / plain_logits.std().clamp(min=1e-12)
     tolerance = _TOLERANCES.get(target.dtype, _HALF_TOLERANCE)
     if not error <= tolerance:
@@ -65,21 +62,24 @@ def check_tree_logits(target: PreTrainedModel) -> None:
         )
 
 
-def _tree_logits(target: PreTrainedModel, prompt: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-    """Float32 logits of every node, of shape `(nodes, vocab)`, by the very code that decodes."""
-    parents = torch.tensor([_PARENTS], device=nodes.device)
-    depths = torch.tensor([[0, 1, 1, 2, 2]], device=nodes.device)
-    tree = TokenTree(nodes[None], parents, depths, torch.zeros(depths.shape, device=nodes.device), depth_limit=2)
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    taps = FeatureTaps(target, [])
+def _tree(nodes: torch.Tensor) -> TokenTree:
+    parents, depths = (torch.tensor([values], device=nodes.device) for values in (_PARENTS, _DEPTHS))
+    return TokenTree(nodes[None], parents, depths, torch.zeros(depths.shape, device=nodes.device), max(_DEPTHS))
+
+
+def _verifier(target: PreTrainedModel, length: int) -> Verifier:
+    """The very code that decodes, over an empty cache; its prefill is the target's own, with the target's own mask."""
+    device = _device(target)
     model_kwargs = {
-        CACHE_NAME: cache,
+        CACHE_NAME: DynamicCache(config=target.config.get_text_config(decoder=True)),
         "use_cache": True,
         "attention_mask": None,
-        "position_ids": torch.arange(_PROMPT_LENGTH, device=nodes.device)[None],
+        "position_ids": torch.arange(length, device=device)[None],
     }
-    with Verifier(target, taps, model_kwargs, GenerationConfig()) as verifier:
-        verifier.prefill(prompt[None])
-        outputs = verifier.verify(tree, last_depths=[2])
-    logits: torch.Tensor = outputs.logits[0].float()
-    return logits
+    return Verifier(target, FeatureTaps(target, []), model_kwargs, GenerationConfig())
+
+
+def _device(target: PreTrainedModel) -> torch.device:
+    """Where token ids go; the CPU for an offloaded target, whose own hooks move them."""
+    device = cast(torch.Tensor, target.get_input_embeddings().weight).device
+    return torch.device("cpu") if device.type == "meta" else device

@@ -135,6 +135,13 @@ class Verifier:
             is_first_iteration=False,
             **self._model_kwargs,
         )
+        fed = step.get("inputs_embeds") if step.get("input_ids") is None else step["input_ids"]
+        if fed is None or fed.shape[1] != 1:
+            raise ValueError(
+                "`target` must feed one token per decoding step, got "
+                f"{'none' if fed is None else fed.shape[1]}: PEFT's prompt learning repeats its virtual tokens at every "
+                "step on releases of transformers it does not know, so there is no plain decoding to equal."
+            )
         positions = step.get("position_ids")
         self._next_positions = (
             torch.full((batch,), length, device=device) if positions is None else positions[..., -1].to(device)
