@@ -146,7 +146,9 @@ class Verifier:
         self._next_positions = (
             torch.full((batch,), length, device=device) if positions is None else positions[..., -1].to(device)
         )
-        self._step_inputs = {key: value for key, value in step.items() if key not in _REPLACED_INPUTS}
+        self._step_inputs = {
+            key: value for key, value in step.items() if key not in _REPLACED_INPUTS and value is not None
+        }
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,121 @@
+"""The loop beyond single calls: knobs, ranks that wait for each other, and what a conversation keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from jetspec_hf import JetSpecDraftHead
+from support.oracle import OracleHead
+from support.references import greedy_reference
+from support.versions import CACHE
+
+pytestmark = pytest.mark.exactness
+
+
+def test_a_rank_that_has_finished_idles_while_others_work_and_changes_nothing(
+    target: PreTrainedModel, head: OracleHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = greedy_reference(target, (7,), 12)
+    waits = iter([True] * 3)
+
+    def others_work(_self: Any, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
+        assert synced_gpus
+        return not this_peer_finished or next(waits, False)
+
+    monkeypatch.setattr(type(target), "_has_unfinished_sequences", others_work)
+    head.know(reference.texts)
+    output = target.generate(
+        **reference.inputs,
+        assistant_model=head,
+        max_new_tokens=12,
+        do_sample=False,
+        synced_gpus=True,
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(output.sequences, reference.sequences)
+    assert output[CACHE].get_seq_length() == output.sequences.shape[1] - 1
+    assert next(waits, None) is None  # the idle forwards were really run
+
+
+@pytest.mark.parametrize(
+    ("call", "of_target", "of_head", "expected"),
+    [(None, None, None, 32), (None, None, 3, 3), (None, 4, 3, 4), (5, 4, 3, 5), ("auto", 4, 3, 32)],
+)
+def test_the_calls_knob_beats_the_targets_and_the_targets_the_heads(
+    target: PreTrainedModel, head: OracleHead, call: Any, of_target: Any, of_head: Any, expected: int
+) -> None:
+    reference = greedy_reference(target, (7,), 8)
+    for config, value in ((target.generation_config, of_target), (head.generation_config, of_head)):
+        if value is not None:
+            config.tree_budget = value
+    config = GenerationConfig(max_new_tokens=8, do_sample=False)
+    if call is not None:
+        config.tree_budget = call
+    head.know(reference.texts)
+    target.generate(**reference.inputs, assistant_model=head, generation_config=config)
+    assert head.last_acceptance.tree_sizes[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("tree_budget", -1),
+        ("tree_budget", 2.5),
+        ("tree_budget", "big"),
+        ("tree_width", 0),
+        ("tree_width", "auto"),
+        ("draft_depth", 0),
+        ("draft_depth", 6),
+        ("draft_depth", True),
+    ],
+)
+def test_a_knob_out_of_range_is_named(target: PreTrainedModel, head: OracleHead, knob: str, value: Any) -> None:
+    setattr(head.generation_config, knob, value)
+    prompt = torch.tensor([[5, 6, 7]])
+    with pytest.raises(ValueError, match=knob):
+        target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=head)
+
+
+@pytest.mark.parametrize("batch", [(9,), (9, 4)])
+def test_a_conversation_on_a_returned_cache_keeps_the_heads_context(
+    target: PreTrainedModel, batch: tuple[int, ...]
+) -> None:
+    """The second turn drafts what a head that sees the whole text at once drafts."""
+    reference = greedy_reference(target, batch, 10)
+    head = JetSpecDraftHead.from_target(target, num_hidden_layers=1, block_size=4)
+    kwargs: dict[str, Any] = {"assistant_model": head, "do_sample": False, "return_dict_in_generate": True}
+    first = target.generate(**reference.inputs, max_new_tokens=5, **kwargs)
+    mask = torch.cat([reference.attention_mask, torch.ones(len(batch), 5, dtype=torch.long)], dim=1)
+    drafts: dict[str, torch.Tensor] = {}
+
+    def recording(name: str) -> Any:
+        class Recording(JetSpecDraftHead):
+            def draft_logits(self, anchor_ids: torch.Tensor, state: Any) -> torch.Tensor:
+                logits = super().draft_logits(anchor_ids, state)
+                drafts.setdefault(name, logits)
+                return logits
+
+        return Recording
+
+    for name, cache in (("kept", first[CACHE]), ("whole", DynamicCache(config=target.config))):
+        head.__class__ = recording(name)
+        second: dict[str, Any] = {CACHE: cache}
+        target.generate(first.sequences, attention_mask=mask, max_new_tokens=4, **second, **kwargs)
+    assert (drafts["kept"] - drafts["whole"]).abs().max() < 1e-4
+
+
+def test_another_head_does_not_take_over_a_context_that_is_not_its_own(target: PreTrainedModel) -> None:
+    reference = greedy_reference(target, (9,), 10)
+    heads = [JetSpecDraftHead.from_target(target, num_hidden_layers=layers, block_size=4) for layers in (1, 2)]
+    kwargs: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True}
+    first = target.generate(**reference.inputs, max_new_tokens=5, assistant_model=heads[0], **kwargs)
+    cache: dict[str, Any] = {CACHE: first[CACHE]}
+    mask = torch.ones_like(first.sequences)
+    second = target.generate(
+        first.sequences, attention_mask=mask, max_new_tokens=5, assistant_model=heads[1], **cache, **kwargs
+    )
+    assert torch.equal(second.sequences, reference.sequences)
