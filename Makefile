@@ -23,7 +23,7 @@ test: $(VENV)/.installed-dev  ## The whole test suite on the newest tested trans
 	$(OFFLINE) $(VENV)/bin/python -m pytest -n auto --cov --cov-report=term $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.installed-test  ## The contract and exactness tests on the oldest supported transformers
-	$(OFFLINE) $(OLDEST)/bin/python -m pytest -n auto tests -m "contract or exactness" $(PYTEST_ARGS)
+	$(OFFLINE) $(OLDEST)/bin/python -m pytest -n auto -m "contract or exactness" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## Format, lint, spelling, types, import layers
 	$(VENV)/bin/ruff format --check .
@@ -39,7 +39,7 @@ format: $(VENV)/.installed-dev  ## Rewrite the files as `make lint` wants them
 docs: $(VENV)/.installed-docs  ## The documentation, in docs/_build/html; a warning is an error
 	$(OFFLINE) $(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
 
-benchmark: $(VENV)/.installed-demo  ## Seconds per phase of a step on gemma-3-270m in bfloat16
+benchmark: $(VENV)/.installed-demo  ## Seconds per phase of a step on gemma-3-270m in bfloat16 (slow without bfloat16 instructions)
 	$(VENV)/bin/python examples/prepare_target.py gemma-3-270m --folder "$(TARGETS)"
 	$(OFFLINE) $(VENV)/bin/python -m jetspec_hf.bench.phases --target "$(TARGETS)/gemma-3-270m" $(BENCHMARK_ARGS)
 

@@ -232,9 +232,7 @@ def test_a_subclass_makes_heads_of_its_own_kind(target: PreTrainedModel) -> None
 
 
 @pytest.mark.parametrize(("field", "value"), [("vocab_size", 129), ("hidden_size", 32), ("num_target_layers", 3)])
-def test_a_head_for_another_target_is_refused_with_both_values(
-    target: PreTrainedModel, field: str, value: int
-) -> None:
+def test_a_head_for_another_target_is_refused_with_both_values(target: PreTrainedModel, field: str, value: int) -> None:
     fields: dict[str, Any] = {"hidden_size": 64, "num_target_layers": 2, "target_layer_ids": [1], field: value}
     head = make_head(**fields)
     with pytest.raises(ValueError, match=rf"{field}.*{value}"):

@@ -49,7 +49,12 @@ def test_gpt_neo_is_refused_for_its_local_layers() -> None:
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
     config = GPTNeoConfig(
-        vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=4
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["global", "local"], 1]],
+        window_size=4,
     )
     assert "local" in str(unsupported_reason(GPTNeoForCausalLM(config)))
 
@@ -70,7 +75,8 @@ def test_attention_kinds_tell_window_and_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("llama", False), ("mistral", False), ("qwen3", True), ("gemma3_text", True), ("llama4_text", True)]
+    ("name", "expected"),
+    [("llama", False), ("mistral", False), ("qwen3", True), ("gemma3_text", True), ("llama4_text", True)],
 )
 def test_models_of_several_kinds_take_a_mask_per_kind(name: str, expected: bool) -> None:
     assert takes_mask_per_kind(tiny_target(name)) is expected

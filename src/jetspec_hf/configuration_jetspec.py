@@ -175,7 +175,9 @@ class JetSpecConfig(PreTrainedConfig):
                 "`tie_word_embeddings` must be `False`, got True: a draft head has no embeddings of its own."
             )
         if self.hidden_act not in ACT2FN:
-            raise ValueError(f"`hidden_act` must be the name of an activation in transformers, got {self.hidden_act!r}.")
+            raise ValueError(
+                f"`hidden_act` must be the name of an activation in transformers, got {self.hidden_act!r}."
+            )
         if not isinstance(self.target_name_or_path, str | None):
             raise ValueError(f"`target_name_or_path` must be `None` or a string, got {self.target_name_or_path!r}.")
 
@@ -186,8 +188,8 @@ class JetSpecConfig(PreTrainedConfig):
             raise ValueError(f"`rope_parameters['rope_theta']` must be a finite number above 0, got {theta!r}.")
         if rope.get("rope_type") not in ROPE_TYPES:
             raise ValueError(
-                f"`rope_parameters['rope_type']` must be one of {', '.join(ROPE_TYPES)}, got {rope.get('rope_type')!r}: "
-                "other types change cached keys as the text grows."
+                f"`rope_parameters['rope_type']` must be one of {', '.join(ROPE_TYPES)}, got "
+                f"{rope.get('rope_type')!r}: other types change cached keys as the text grows."
             )
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(

@@ -59,10 +59,7 @@ def _wrap_decoding(original: Any) -> Any:
             return original(self, input_ids, *args, **kwargs)
         for name in ("assistant_model", "inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)
-        if (
-            reason := length_limit_reason(self, input_ids.shape[1], kwargs["generation_config"].max_length)
-        ) is not None:
-            raise ValueError(f"{type(self).__name__} {reason}.")
+        _check_length(self, input_ids, **kwargs)
         _self_test_once(head, self)
         return tree_decoding(self, input_ids, *args, head=head, **kwargs)
 
@@ -120,6 +117,16 @@ def check_call(
             "`output_attentions` must be `False` with a JetSpec head, got True: the weights of a tree are not those "
             "of plain decoding."
         )
+
+
+def _check_length(
+    target: PreTrainedModel, input_ids: Any, generation_config: GenerationConfig, position_ids: Any = None, **_: Any
+) -> None:
+    """Refuses a generation that crosses a length at which the target's own arithmetic changes."""
+    length = input_ids.shape[1] if position_ids is None else max(input_ids.shape[1], int(position_ids.max()) + 1)
+    max_length = length + generation_config.max_length - input_ids.shape[1]
+    if (reason := length_limit_reason(target, length, max_length)) is not None:
+        raise ValueError(f"{type(target).__name__} {reason}.")
 
 
 def _self_test_once(head: JetSpecDraftHead, target: PreTrainedModel) -> None:

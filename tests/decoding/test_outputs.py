@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from jetspec_hf import AcceptanceStats, JetSpecGenerateOutput, TokenTree
+from jetspec_hf import AcceptanceStats, JetSpecDraftHead, JetSpecGenerateOutput, TokenTree
 from support.oracle import OracleHead
 from support.references import PROMPT_LENGTHS, Reference, greedy_reference, left_padded, random_prompts
 from support.tiny_targets import ARCHITECTURES, tiny_target
@@ -346,6 +346,32 @@ def test_a_cache_that_keeps_everything_serves_a_windowed_target(name: str, batch
     head.know(Reference(**reference.inputs, sequences=plain).texts, accuracy=0.8)
     decoded = generate_dict(target, head, reference.inputs, **{CACHE: DynamicCache()})
     assert torch.equal(decoded.sequences, plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
+@batches
+def test_an_untrained_head_may_start_from_anything(name: str, batch: int) -> None:
+    """Its drafts are computed from the features that each start leaves it, of any number, and are nearly all rejected."""
+    target = tiny_target(name)
+    reference = greedy_reference(target, PROMPT_LENGTHS[batch], NEW_TOKENS)
+    head = JetSpecDraftHead.from_target(target, block_size=6, num_hidden_layers=2)
+    head.generation_config.tree_budget = 20
+    first = generate_dict(target, head, reference.inputs, max_new_tokens=7)
+    ids, mask = first.sequences, torch.ones_like(first.sequences)
+    mask[:, : reference.input_ids.shape[1]] = reference.attention_mask
+    with torch.no_grad():
+        embeds = target.get_input_embeddings()(reference.input_ids)
+    longer = {"input_ids": ids, "attention_mask": mask}
+    starts: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (reference.inputs, {"prefill_chunk_size": 5}),
+        (reference.inputs, {"cache_implementation": "static"}),
+        ({"inputs_embeds": embeds, "attention_mask": reference.attention_mask}, {}),
+        (longer, {CACHE: copy.deepcopy(first[CACHE]), "max_new_tokens": NEW_TOKENS - 7}),
+        (longer, {CACHE: first[CACHE], "max_new_tokens": NEW_TOKENS - 7}),
+    ]
+    for inputs, settings in starts:
+        decoded = generate_dict(target, head, inputs, **settings).sequences
+        assert torch.equal(decoded, reference.sequences[:, -decoded.shape[1] :]), list(settings)
 
 
 class TestAcceptance:

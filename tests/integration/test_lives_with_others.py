@@ -1,4 +1,4 @@
-"""The head works with what else people put around a model: adapters, offloading, other dtypes, pipelines, stock decoding."""
+"""The head works with what people put around a model: adapters, offloading, other dtypes, pipelines, stock decoding."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from support.oracle import OracleHead
 from support.recording import Fingerprint
 from support.references import PROMPT_LENGTHS, Reference, greedy_reference, left_padded, random_prompts
 from support.tiny_targets import tiny_target
+from support.versions import CACHE
 
 NEW_TOKENS = 20
 batches = pytest.mark.parametrize("batch", [1, 3])
@@ -34,6 +35,10 @@ def peft_reference(model: Any, batch: int) -> Reference:
     return Reference(ids, mask, sequences)
 
 
+# peft 0.21.2 reads an attribute and passes an argument that transformers 5.24 has renamed, and drops position ids.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Both `past_key_values` and `cache` are set:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
 class TestPeft:
     @batches
     def test_a_lora_target_decodes_its_own_text(self, target: PreTrainedModel, batch: int) -> None:
@@ -61,23 +66,36 @@ class TestPeft:
         assert torch.equal(decode(model, head, reference), reference.sequences)
 
     @batches
-    def test_virtual_tokens_of_prompt_tuning_count_as_positions(self, target: PreTrainedModel, batch: int) -> None:
-        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    def test_prompt_tuning_is_exact_or_refused(self, target: PreTrainedModel, batch: int) -> None:
+        """With transformers 5.24 peft 0.21.2 does not find the cache, and repeats its tokens at every step."""
         head = OracleHead.from_target(target, block_size=6)
-        model = get_peft_model(target, config).eval()
+        model = get_peft_model(target, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+        fed: list[int] = []
+        hook = target.get_decoder().layers[0].register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
         reference = peft_reference(model, batch)
-        virtual = [[0] * 4 + text for text in reference.texts]
-        head.know(virtual, accuracy=0.8)
-        assert torch.equal(decode(model, head, reference), reference.sequences)
-        assert head.last_acceptance.mean_acceptance_length > 1.5
+        hook.remove()
+        head.know([[0] * 4 + text for text in reference.texts], accuracy=0.8)  # virtual tokens count as positions
+        if max(fed[1:]) > 1:
+            with pytest.raises(ValueError, match="one token per decoding step"):
+                decode(model, head, reference)
+            assert head.calls == 0
+        else:
+            assert torch.equal(decode(model, head, reference), reference.sequences)
+            assert head.last_acceptance.mean_acceptance_length > 1.5
 
     @batches
-    def test_prefix_tuning_decodes_its_own_text(self, target: PreTrainedModel, batch: int) -> None:
+    def test_prefix_tuning_is_exact_or_refused(self, target: PreTrainedModel, batch: int) -> None:
+        """With transformers 5.24 peft 0.21.2 loses the prefix, but not its columns of the mask."""
         head = OracleHead.from_target(target, block_size=6)
         model = get_peft_model(target, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
         reference = peft_reference(model, batch)
         head.know(reference.texts, accuracy=0.8, must_match=False)
-        assert torch.equal(decode(model, head, reference), reference.sequences)
+        refusal = None
+        try:
+            assert torch.equal(decode(model, head, reference), reference.sequences)
+        except ValueError as error:
+            refusal = error
+        assert refusal is None or ("PEFT" in str(refusal) and head.calls == 0)
 
 
 class TestDevicesAndTypes:
@@ -140,9 +158,8 @@ class TestDevicesAndTypes:
         head = JetSpecDraftHead.from_target(target, block_size=6)
         with torch.inference_mode():
             first = decode(target, head, reference, max_new_tokens=7, return_dict_in_generate=True)
-        cache = {name: first[name] for name in ("cache", "past_key_values") if name in first}
         inputs = Reference(first.sequences.clone(), torch.ones_like(first.sequences).clone(), reference.sequences)
-        decoded = decode(target, head, inputs, max_new_tokens=NEW_TOKENS - 7, **cache)
+        decoded = decode(target, head, inputs, max_new_tokens=NEW_TOKENS - 7, **{CACHE: first[CACHE]})
         assert torch.equal(decoded, reference.sequences)
 
 

@@ -2,7 +2,7 @@
 
 Weights are drawn large (std 1.5/sqrt(fan-in)), so that attention matters and a wrong mask or position shows: a plain
 causal mask over a flattened tree gives logit errors of 1 to 12 here, a right tree mask 1e-5. Embeddings are untied: a
-tied random target (gemma, minicpm3) repeats its first token for ever, and greedy equality on such a text notices nothing.
+tied random target (gemma, minicpm3) repeats its first token for ever, and greedy equality on that text means nothing.
 """
 
 from __future__ import annotations

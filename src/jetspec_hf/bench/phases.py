@@ -237,7 +237,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="(%(default)s)")
     parser.add_argument("--tree-budget", type=int, default=64, help="tree nodes besides the root (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens of a repeat (%(default)s)")
-    parser.add_argument("--long-tokens", type=int, default=128, help="tokens of the long generation (%(default)s)")
+    parser.add_argument("--long-tokens", type=int, default=96, help="tokens of the long generation (%(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved with plain generation (%(default)s)")
     return parser.parse_args(arguments)

@@ -141,5 +141,6 @@ def _catch_up(drafter: Drafter, verifier: Verifier, writer: TokenWriter) -> None
     """Feeds the rows that stopped early their padding, so that the cache is what plain decoding leaves."""
     missing = [max(writer.lengths) - length for length in writer.lengths]
     if any(missing):
-        verifier.verify(TokenTree.chain(writer.tail(max(missing)).to(verifier.device)), last_depths=missing)
+        padding = TokenTree.chain(writer.tail(max(missing)).to(verifier.device))
+        verifier.verify(padding, last_depths=missing, needs_logits=False)
         drafter.see(verifier.commit([list(range(count)) for count in missing]))

@@ -105,7 +105,7 @@ class JetSpecGenerateOutput(GenerateDecoderOnlyOutput):
         kwargs: See `GenerateDecoderOnlyOutput`.
     """
 
-    acceptance: Any = None
+    acceptance: AcceptanceStats | None = None
 
 
 class HiddenStates:

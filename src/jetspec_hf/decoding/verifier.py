@@ -139,8 +139,8 @@ class Verifier:
         if fed is None or fed.shape[1] != 1:
             raise ValueError(
                 "`target` must feed one token per decoding step, got "
-                f"{'none' if fed is None else fed.shape[1]}: PEFT's prompt learning repeats its virtual tokens at every "
-                "step on releases of transformers it does not know, so there is no plain decoding to equal."
+                f"{'none' if fed is None else fed.shape[1]}: PEFT's prompt learning repeats its virtual tokens at "
+                "every step on releases of transformers it does not know, so there is no plain decoding to equal."
             )
         positions = step.get("position_ids")
         self._next_positions = (
@@ -171,13 +171,14 @@ class Verifier:
         """Slots before the tree."""
         return self._prefix_mask.shape[1]
 
-    def verify(self, tree: TokenTree, last_depths: Sequence[int]) -> Any:
+    def verify(self, tree: TokenTree, last_depths: Sequence[int], needs_logits: bool = True) -> Any:
         """One forward of the target over all nodes.
 
         Args:
             tree (`TokenTree`): The tree, the anchors at its root.
             last_depths (`list[int]`): Per row, the deepest node that can still be accepted; deeper nodes are verified
                 at that depth's position, so that no position beyond the end of the generation is ever used.
+            needs_logits (`bool`, defaults to `True`): Whether anyone looks at the logits; they are large.
 
         Returns:
             `ModelOutput`: `logits` of shape `(batch, nodes, vocab)`; row `i` is the target's distribution after node
@@ -197,6 +198,8 @@ class Verifier:
             CACHE_NAME: self.cache,
             "return_dict": True,
         }
+        if not needs_logits and self._target._supports_logits_to_keep():
+            inputs["logits_to_keep"] = torch.tensor([-1], device=self.device)
         with self._taps.recording(), self._target._optimize_model_for_decode():
             outputs = self._target(**inputs)
         self._num_nodes = tree.num_nodes
@@ -251,15 +254,13 @@ class Verifier:
         new_prefix = cached_length(self.cache)
         sources = ragged_sources(prefix, new_prefix, paths).to(self._prefix_mask.device)
         everything = torch.cat([self._prefix_mask, self._prefix_mask.new_ones(len(paths), 1)], dim=1)
-        moved = everything.gather(
-            1, sources.clamp(min=0, max=prefix)
-        )  # every node stands for itself in the last column
+        moved = everything.gather(1, sources.clamp(min=0, max=prefix))  # the last column stands for any node
         return moved & (sources >= 0)
 
     def idle(self) -> None:
         """A forward whose result nobody needs, to keep step with ranks that share the weights."""
         anchors = torch.zeros(self._prefix_mask.shape[0], dtype=torch.long, device=self.device)
-        self.verify(TokenTree.root_only(anchors), last_depths=[0] * anchors.shape[0])
+        self.verify(TokenTree.root_only(anchors), last_depths=[0] * anchors.shape[0], needs_logits=False)
         self._taps.take()
         crop_to(self.cache, self.prefix_length)
 
