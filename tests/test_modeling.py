@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, PreTrainedModel
 from transformers.cache_utils import DFlashCache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from jetspec_hf import JetSpecConfig, JetSpecDraftHead, JetSpecHead
 from jetspec_hf.decoding.drafter import GrowingKeyValueCache
@@ -141,8 +142,6 @@ def test_rotary_frequencies_stay_float32_under_a_cast() -> None:
 
 @pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}])
 def test_scaled_rotary_embeddings_are_those_of_transformers(rope: dict[str, Any]) -> None:
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
     rope = {"rope_theta": 1e4, "original_max_position_embeddings": 64, **rope}
     head = make_head(rope_parameters=rope, max_position_embeddings=256)
     positions = torch.arange(300)[None]

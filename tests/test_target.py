@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from jetspec_hf import JetSpecDraftHead, check_target
 from jetspec_hf.target import (
@@ -46,8 +47,6 @@ def test_an_unsupported_architecture_is_refused_for_its_own_reason(name: str, wo
 
 
 def test_gpt_neo_is_refused_for_its_local_layers() -> None:
-    from transformers import GPTNeoConfig, GPTNeoForCausalLM
-
     config = GPTNeoConfig(
         vocab_size=64,
         hidden_size=32,

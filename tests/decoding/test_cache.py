@@ -42,7 +42,7 @@ def make_cache(kinds: tuple[str, ...], capacity: int = 64) -> Any:
 
 
 def feed(cache: Any, values: torch.Tensor) -> None:
-    """Appends slots of shape `(batch, new)` to every layer, as a forward would; every tensor of a slot holds its value."""
+    """Appends slots of shape `(batch, new)` to every layer, as a forward would; their tensors hold these values."""
     states = values[:, None, :, None].expand(-1, 2, -1, 3).contiguous()
     for layer in cache.layers:
         layer.update(states, states + 0.5)

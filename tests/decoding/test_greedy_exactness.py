@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from jetspec_hf import JetSpecDraftHead
 from support.oracle import OracleHead
-from support.references import PROMPT_LENGTHS, Reference, greedy_reference
+from support.references import PROMPT_LENGTHS, Reference, greedy_reference, left_padded, plain_greedy, random_prompts
 from support.tiny_targets import ARCHITECTURES, tiny_target
 
 pytestmark = pytest.mark.exactness
@@ -161,6 +161,33 @@ def test_chunk_borders_inside_the_tree_are_exact(chunk: int) -> None:
         reference = case.reference(*PROMPT_LENGTHS[batch])
         decoded = case.decode(reference, "wide", accuracy=0.9, runner_up_rate=0.3)
         assert torch.equal(decoded, reference.first(NEW_TOKENS)), batch
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_no_node_lies_beyond_the_table_of_positions(name: str) -> None:
+    case = Case(tiny_target(name, **{"max_position_embeddings" if name == "opt" else "n_positions": 32}))
+    for lengths in ((20,), (20, 3, 11)):
+        reference = greedy_reference(case.target, lengths, 12)
+        for accuracy in (0.6, 1.0):
+            decoded = case.decode(reference, "wide", new_tokens=12, accuracy=accuracy, runner_up_rate=0.3)
+            assert torch.equal(decoded, reference.sequences), (lengths, accuracy)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3_text", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_prompt_tokens_that_are_masked_out_anywhere_stay_out(name: str, windowed: bool) -> None:
+    architecture = ARCHITECTURES[name]
+    case = Case(tiny_target(name, architecture.backends[0], **((architecture.window or {}) if windowed else {})))
+    for lengths in ((12,), (12, 7, 9)):
+        ids, mask = left_padded(random_prompts(lengths, 8))
+        mask[:, 5] = mask[:, 8] = 0
+        mask[-1, 9] = 0
+        reference = plain_greedy(case.target, ids, mask, NEW_TOKENS)
+        case.head.know(reference.texts, accuracy=0.8, runner_up_rate=0.3).draft_with(**SHAPES["wide"])
+        decoded = case.target.generate(
+            **reference.inputs, assistant_model=case.head, max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        assert torch.equal(decoded, reference.sequences), lengths
 
 
 def test_an_untrained_head_changes_no_token(target: PreTrainedModel) -> None:

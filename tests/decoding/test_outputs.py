@@ -168,11 +168,15 @@ class TestReturnedCache:
         padding = (plain.sequences == eos).cumsum(1) - (plain.sequences == eos).int() > 0
         padding[:, : reference.input_ids.shape[1]] = False
         inputs["attention_mask"][:, : plain.sequences.shape[1]][padding] = 0
+        again = copy.deepcopy(decoded[CACHE])
         continued = [
-            target.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, **{CACHE: out[CACHE]})
-            for out in (plain, decoded)
+            target.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, **{CACHE: cache})
+            for cache in (plain[CACHE], decoded[CACHE])
         ]
         assert torch.equal(*continued)
+        known = Reference(inputs["input_ids"], inputs["attention_mask"], continued[0])
+        with_head = generate_dict(target, oracle_for(target, known), inputs, **{CACHE: again})
+        assert torch.equal(with_head.sequences, continued[0])
 
     def test_three_turns_with_the_head(self, target: PreTrainedModel) -> None:
         ids, mask = left_padded(random_prompts((9,), 2))
@@ -289,6 +293,16 @@ class TestEmbeddingsAsInput:
         assert torch.equal(generate_dict(target, head, inputs, do_sample=True).sequences, plain)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, which offloaded caches are for")
+@batches
+def test_an_offloaded_cache_gives_the_plain_tokens(target: PreTrainedModel, batch: int) -> None:
+    target.to("cuda")
+    ids, mask = (tensor.to("cuda") for tensor in left_padded(random_prompts(PROMPT_LENGTHS[batch], 0)))
+    reference = Reference(ids, mask, target.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS))
+    decoded = generate_dict(target, oracle_for(target, reference), reference.inputs, cache_implementation="offloaded")
+    assert torch.equal(decoded.sequences, reference.sequences)
+
+
 class TestStaticCache:
     """The tree shrinks to the free slots, down to the last one."""
 
@@ -351,7 +365,7 @@ def test_a_cache_that_keeps_everything_serves_a_windowed_target(name: str, batch
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
 @batches
 def test_an_untrained_head_may_start_from_anything(name: str, batch: int) -> None:
-    """Its drafts are computed from the features that each start leaves it, of any number, and are nearly all rejected."""
+    """Its drafts are computed from the features that each start leaves it, and are nearly all rejected."""
     target = tiny_target(name)
     reference = greedy_reference(target, PROMPT_LENGTHS[batch], NEW_TOKENS)
     head = JetSpecDraftHead.from_target(target, block_size=6, num_hidden_layers=2)

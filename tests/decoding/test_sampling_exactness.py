@@ -21,6 +21,7 @@ from transformers import (
 
 from support.oracle import OracleHead
 from support.references import PROMPT_LENGTHS, Reference, greedy_reference, left_padded, random_prompts
+from support.tiny_targets import ARCHITECTURES, tiny_target
 
 pytestmark = pytest.mark.exactness
 
@@ -159,6 +160,20 @@ def test_the_same_seed_gives_the_tokens_of_plain_sampling(
             assert head.last_acceptance.mean_acceptance_length > 2
 
 
+@pytest.mark.parametrize(
+    "name", ["gemma3_text", "gemma4_text", "gpt_oss", "llama4_text", "mixtral", "deepseek_v3", "gpt2"]
+)
+def test_other_architectures_give_the_tokens_of_plain_sampling(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    target = tiny_target(name, architecture.backends[0], **(architecture.window or {}))
+    head = OracleHead.from_target(target, block_size=6).draft_with(**WIDE)
+    for seed in range(4):
+        reference = sampled_reference(target, PROMPT_LENGTHS[1], seed, top_p=0.9)
+        head.know(reference.texts, accuracy=0.8, runner_up_rate=0.3)
+        torch.manual_seed(seed)
+        assert torch.equal(decode(target, head, reference, do_sample=True, top_p=0.9), reference.sequences), seed
+
+
 @every_processor
 def test_greedy_tokens_are_plain_under_every_processor(
     target: PreTrainedModel, head: OracleHead, options: Callable[[], dict[str, Any]]
@@ -238,7 +253,7 @@ def test_greedy_decoding_draws_nothing(target: PreTrainedModel, head: OracleHead
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_untrained_head_samples_the_same_tokens_for_many_seeds(target: PreTrainedModel, head: OracleHead) -> None:
+def test_many_seeds_give_the_tokens_of_plain_sampling(target: PreTrainedModel, head: OracleHead) -> None:
     for seed in range(20):
         reference = sampled_reference(target, PROMPT_LENGTHS[1], seed, temperature=1.2)
         head.know(reference.texts, accuracy=seed / 20, runner_up_rate=0.3, seed=seed).draft_with(**WIDE)

@@ -183,10 +183,14 @@ def test_the_prompts_logits_are_never_computed(target: PreTrainedModel) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_an_error_between_verification_and_commit_leaves_no_node_in_the_cache(name: str) -> None:
     session = Session(tiny_target(name, **(ARCHITECTURES[name].window or {})), batch=1)
-    with pytest.raises(KeyError), torch.no_grad(), session.taps.attached(), session.verifier:
-        session.verifier.prefill(session.prompt)
-        session.verify()
-        raise KeyError
+
+    def stop_after_verification() -> None:
+        with torch.no_grad(), session.taps.attached(), session.verifier:
+            session.verifier.prefill(session.prompt)
+            session.verify()
+            raise KeyError
+
+    pytest.raises(KeyError, stop_after_verification)
     assert session.verifier.cache.get_seq_length() == PROMPT_LENGTHS[0]
 
 
@@ -196,8 +200,11 @@ def test_an_error_inside_the_verify_forward_leaves_no_node_in_any_layer(target: 
     def fail(*_: Any) -> None:
         raise MemoryError
 
-    with pytest.raises(MemoryError), torch.no_grad(), session.taps.attached(), session.verifier:
-        session.verifier.prefill(session.prompt)
-        decoder_layers(target)[1].mlp.register_forward_hook(fail)  # the first layer has its keys already
-        session.verify()
+    def run_out_of_memory() -> None:
+        with torch.no_grad(), session.taps.attached(), session.verifier:
+            session.verifier.prefill(session.prompt)
+            decoder_layers(target)[1].mlp.register_forward_hook(fail)  # the first layer has its keys already
+            session.verify()
+
+    pytest.raises(MemoryError, run_out_of_memory)
     assert [layer.get_seq_length() for layer in session.verifier.cache.layers] == [PROMPT_LENGTHS[0]] * 2

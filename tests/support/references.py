@@ -41,9 +41,10 @@ class Reference:
 
     @property
     def texts(self) -> list[list[int]]:
-        """Each row's prompt and continuation without the padding on the left."""
+        """Each row's prompt and continuation without the tokens that are masked out."""
+        width = self.input_ids.shape[1]
         return [
-            row[mask.numel() - int(mask.sum()) :].tolist()
+            [*row[:width][mask.bool()].tolist(), *row[width:].tolist()]
             for row, mask in zip(self.sequences, self.attention_mask, strict=True)
         ]
 

@@ -135,13 +135,7 @@ class Verifier:
             is_first_iteration=False,
             **self._model_kwargs,
         )
-        fed = step.get("inputs_embeds") if step.get("input_ids") is None else step["input_ids"]
-        if fed is None or fed.shape[1] != 1:
-            raise ValueError(
-                "`target` must feed one token per decoding step, got "
-                f"{'none' if fed is None else fed.shape[1]}: PEFT's prompt learning repeats its virtual tokens at "
-                "every step on releases of transformers it does not know, so there is no plain decoding to equal."
-            )
+        _check_plain_step(step, length)
         positions = step.get("position_ids")
         self._next_positions = (
             torch.full((batch,), length, device=device) if positions is None else positions[..., -1].to(device)
@@ -268,3 +262,17 @@ class Verifier:
         """Whether another step is due here, or, with `synced_gpus`, on any rank that shares this target's weights."""
         unfinished: bool = self._target._has_unfinished_sequences(finished, synced_gpus, device=self.device)
         return unfinished
+
+
+def _check_plain_step(step: dict[str, Any], cached: int) -> None:
+    """Refuses a target whose own next step is not one token behind its cache: there is nothing to be equal to."""
+    fed = step.get("inputs_embeds") if step.get("input_ids") is None else step["input_ids"]
+    tokens = 0 if fed is None else fed.shape[1]
+    mask = step.get("attention_mask")
+    columns = cached + 1 if mask is None or mask.dim() != 2 else mask.shape[1]
+    if tokens != 1 or columns != cached + 1:
+        raise ValueError(
+            "`target` must decode one token behind its cache, got a step of its own with "
+            f"{tokens} tokens and {columns} columns of mask over {cached} cached tokens: PEFT's prompt learning loses or "
+            "repeats its virtual tokens on releases of transformers it does not know."
+        )
