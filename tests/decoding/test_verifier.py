@@ -190,7 +190,8 @@ def test_an_error_between_verification_and_commit_leaves_no_node_in_the_cache(na
             session.verify()
             raise KeyError
 
-    pytest.raises(KeyError, stop_after_verification)
+    with pytest.raises(KeyError):
+        stop_after_verification()
     assert session.verifier.cache.get_seq_length() == PROMPT_LENGTHS[0]
 
 
@@ -206,5 +207,6 @@ def test_an_error_inside_the_verify_forward_leaves_no_node_in_any_layer(target: 
             decoder_layers(target)[1].mlp.register_forward_hook(fail)  # the first layer has its keys already
             session.verify()
 
-    pytest.raises(MemoryError, run_out_of_memory)
+    with pytest.raises(MemoryError):
+        run_out_of_memory()
     assert [layer.get_seq_length() for layer in session.verifier.cache.layers] == [PROMPT_LENGTHS[0]] * 2

@@ -273,6 +273,6 @@ def _check_plain_step(step: dict[str, Any], cached: int) -> None:
     if tokens != 1 or columns != cached + 1:
         raise ValueError(
             "`target` must decode one token behind its cache, got a step of its own with "
-            f"{tokens} tokens and {columns} columns of mask over {cached} cached tokens: PEFT's prompt learning loses or "
-            "repeats its virtual tokens on releases of transformers it does not know."
+            f"{tokens} tokens and {columns} columns of mask over {cached} cached tokens: PEFT's prompt learning loses "
+            "or repeats its virtual tokens on releases of transformers it does not know."
         )
