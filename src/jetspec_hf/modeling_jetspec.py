@@ -5,6 +5,7 @@ distribution per drafted position. This file travels to the Hub with a head, so 
 `configuration_jetspec` and `target`.
 """
 
+import uuid
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -130,7 +131,8 @@ class JetSpecAttention(nn.Module):
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        dropout = self.config.attention_dropout if self.training else 0.0
+        # without gradients there is no dropout: drafting must leave the random state to the target's own draws
+        dropout = self.config.attention_dropout if self.training and torch.is_grad_enabled() else 0.0
         output, _ = attend(self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling)
         attended: torch.Tensor = self.o_proj(output.reshape(batch, block, -1))
         return attended
@@ -198,6 +200,7 @@ class JetSpecDraftHead(PreTrainedModel):
             self.branch_parent = nn.Embedding(config.vocab_size, config.branch_rank)
             self.branch_child = nn.Embedding(config.vocab_size, config.branch_rank)
         self.generation_config = GenerationConfig(**DRAFTING_DEFAULTS)
+        self.identity = uuid.uuid4().hex  # tells whose keys and values a cache carries, also after pickling
         self.last_acceptance: Any = None
         self.tested_targets: set[str] = set()  # kinds of targets whose numerics a generation has already tested
         self.post_init()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated

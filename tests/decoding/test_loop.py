@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from jetspec_hf import JetSpecDraftHead
 from support.oracle import OracleHead
@@ -119,3 +121,90 @@ def test_another_head_does_not_take_over_a_context_that_is_not_its_own(target: P
         first.sequences, attention_mask=mask, max_new_tokens=5, assistant_model=heads[1], **cache, **kwargs
     )
     assert torch.equal(second.sequences, reference.sequences)
+
+
+def test_a_returned_cache_can_be_pickled_and_continued(target: PreTrainedModel) -> None:
+    reference = greedy_reference(target, (9,), 10)
+    head = JetSpecDraftHead.from_target(target, num_hidden_layers=1, block_size=4)
+    kwargs: dict[str, Any] = {"assistant_model": head, "do_sample": False, "return_dict_in_generate": True}
+    first = target.generate(**reference.inputs, max_new_tokens=5, **kwargs)
+    cache: dict[str, Any] = {CACHE: pickle.loads(pickle.dumps(first[CACHE]))}
+    mask = torch.ones_like(first.sequences)
+    second = target.generate(first.sequences, attention_mask=mask, max_new_tokens=5, **cache, **kwargs)
+    assert torch.equal(second.sequences, reference.sequences)
+
+
+def test_a_head_cast_between_two_turns_starts_a_context_of_its_new_kind(target: PreTrainedModel) -> None:
+    reference = greedy_reference(target, (9,), 10)
+    head = JetSpecDraftHead.from_target(target, num_hidden_layers=1, block_size=4)
+    kwargs: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True}
+    first = target.generate(**reference.inputs, max_new_tokens=5, assistant_model=head, **kwargs)
+    cache: dict[str, Any] = {CACHE: first[CACHE], "attention_mask": torch.ones_like(first.sequences)}
+    second = target.generate(
+        first.sequences, max_new_tokens=5, assistant_model=head.to(torch.bfloat16), **cache, **kwargs
+    )
+    assert torch.equal(second.sequences, reference.sequences)
+
+
+def test_a_head_in_training_mode_with_dropout_leaves_the_random_state_to_the_target(target: PreTrainedModel) -> None:
+    head = JetSpecDraftHead.from_target(target, num_hidden_layers=1, block_size=4, attention_dropout=0.5).train()
+    prompt = torch.tensor([[5, 6, 7]])
+    kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": True}
+    torch.manual_seed(1)
+    plain = target.generate(prompt, **kwargs)
+    torch.manual_seed(1)
+    assert torch.equal(target.generate(prompt, assistant_model=head, **kwargs), plain)
+    assert head.training
+
+
+def test_prompts_of_another_integer_type_give_plain_tokens_of_plain_type(target: PreTrainedModel) -> None:
+    head = JetSpecDraftHead.from_target(target, num_hidden_layers=1, block_size=4)
+    prompt = torch.tensor([[5, 6, 7]], dtype=torch.int32)
+    kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+    plain, tree = target.generate(prompt, **kwargs), target.generate(prompt, assistant_model=head, **kwargs)
+    assert torch.equal(tree, plain)
+    assert tree.dtype == plain.dtype
+
+
+def test_autocast_is_let_through(target: PreTrainedModel) -> None:
+    head = JetSpecDraftHead.from_target(target, num_hidden_layers=1, block_size=4)
+    prompt = torch.tensor([[5, 6, 7]])
+    with torch.autocast("cpu", torch.bfloat16):
+        output = target.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False, assistant_model=head
+        )
+    assert output.shape == (1, 11)
+
+
+def test_a_streamer_that_writes_into_what_it_gets_changes_nothing(target: PreTrainedModel, head: OracleHead) -> None:
+    class Scribbler(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            if value.dim() == 1:  # a token; the prompt is the caller's own tensor in plain decoding too
+                value.zero_()
+
+        def end(self) -> None:
+            pass
+
+    reference = greedy_reference(target, (7,), 12)
+    output = target.generate(
+        **reference.inputs,
+        assistant_model=head.know(reference.texts),
+        max_new_tokens=12,
+        do_sample=False,
+        streamer=Scribbler(),
+    )
+    assert torch.equal(output, reference.sequences)
+
+
+def test_depths_that_only_padding_reached_are_not_counted(target: PreTrainedModel, head: OracleHead) -> None:
+    reference = greedy_reference(target, (9, 4), 14)
+    stop = int(reference.new_tokens[1, 2])
+    kwargs: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": stop}
+    kwargs |= {"output_scores": True, "return_dict_in_generate": True}  # recorded scores keep the rows in lockstep
+    plain = target.generate(**reference.inputs, **kwargs)
+    output = target.generate(
+        **reference.inputs, assistant_model=head.know(reference.texts_until(stop), must_match=False), **kwargs
+    )
+    assert torch.equal(output.sequences, plain.sequences)
+    assert len(output.acceptance.acceptance_by_depth) <= head.config.block_size - 1
+    assert all(0 <= share <= 1 for share in output.acceptance.acceptance_by_depth)

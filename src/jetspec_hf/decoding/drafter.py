@@ -5,7 +5,6 @@ before the anchor. They are projected to keys and values once; the block's own k
 draft.
 """
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +140,7 @@ class DraftContext:
     """
 
     def __init__(self, head: JetSpecDraftHead, batch_size: int, start: int) -> None:
-        self.head = weakref.ref(head)
+        self._key = _context_key(head)
         self.batch_size = batch_size
         self.length = start
         self.cache = GrowingKeyValueCache()
@@ -150,7 +149,7 @@ class DraftContext:
 
     def fits(self, head: JetSpecDraftHead, batch_size: int, length: int) -> bool:
         """Whether this context is that of `head` after `length` committed slots."""
-        return self.head() is head and self.batch_size == batch_size and self.length == length
+        return self._key == _context_key(head) and self.batch_size == batch_size and self.length == length
 
     def append(self, committed: CommittedTokens) -> None:
         """Adds the tapped features of newly committed tokens; they are projected with the next block."""
@@ -208,6 +207,11 @@ class DraftContext:
                 known.append(everything if entry.visible is None else entry.visible.to(device))
             self.visible = torch.cat(known, dim=1)
         return features, positions
+
+
+def _context_key(head: JetSpecDraftHead) -> tuple[str, torch.dtype, torch.device]:
+    """Whose keys and values a context holds, in what form; unlike a reference to the head it can be pickled."""
+    return head.identity, head.dtype, head.device
 
 
 class DraftingState:

@@ -79,7 +79,7 @@ class AcceptanceStats:
         self.last_tree, self.last_path = tree, [list(path) for path in paths]
         deepest = tree.depths.amax(dim=1).tolist()
         for counts in (self.reached_by_depth, self.accepted_by_depth):
-            counts.extend([0] * (max(deepest) - len(counts)))
+            counts.extend([0] * (max(deepest[row] for row in rows) - len(counts)))
         for row in rows:
             self.accepted_lengths[row].append(len(paths[row]))
             for depth in range(deepest[row]):

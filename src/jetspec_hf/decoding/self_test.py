@@ -45,14 +45,14 @@ def check_tree_logits(target: PreTrainedModel) -> None:
     prompt, nodes = tokens[:_PROMPT_LENGTH], tokens[_PROMPT_LENGTH:]
     with _verifier(target, _PROMPT_LENGTH) as verifier:
         verifier.prefill(prompt[None])
-        tree_logits = verifier.verify(_tree(nodes), last_depths=[max(_DEPTHS)]).logits[0].float()
-    plain_logits = torch.zeros_like(tree_logits)
+        tree_logits = verifier.verify(_tree(nodes), last_depths=[max(_DEPTHS)]).logits[0]
+    plain_logits = torch.zeros_like(tree_logits, dtype=torch.float32)
     for path in map(list, _LEAF_PATHS):
         with _verifier(target, _PROMPT_LENGTH + len(path)) as verifier:
             outputs, _ = verifier.prefill(torch.cat([prompt, nodes[path]])[None])
         plain_logits[path] = outputs.logits[0, -len(path) :].float()
-    error = (tree_logits - plain_logits).abs().mean() / plain_logits.std().clamp(min=1e-12)
-    tolerance = _TOLERANCES.get(target.dtype, _HALF_TOLERANCE)
+    error = (tree_logits.float() - plain_logits).abs().mean() / plain_logits.std().clamp(min=1e-12)
+    tolerance = _TOLERANCES.get(tree_logits.dtype, _HALF_TOLERANCE)  # under autocast not the target's dtype
     if not error <= tolerance:
         training = " It is in training mode: call `target.eval()` first." if target.training else ""
         raise ValueError(

@@ -73,7 +73,7 @@ class TokenWriter:
         streamer: BaseStreamer | None,
         lockstep: bool = False,
     ) -> None:
-        self._ids = input_ids
+        self._ids = input_ids.long()
         self._processors = logits_processor
         self._criteria = stopping_criteria
         self._streamer = streamer
@@ -197,7 +197,7 @@ class TokenWriter:
         if length == self._ids.shape[1]:
             room = max(64, length)
             self._ids = torch.cat([self._ids, self._ids.new_full((self.batch_size, room), self._pad_id)], dim=1)
-        self._ids[rows, length] = tokens.to(self._ids.dtype)
+        self._ids[rows, length] = tokens
         for row in rows:
             self.lengths[row] = length + 1
 
@@ -208,7 +208,7 @@ class TokenWriter:
         reached = [length for row, length in enumerate(self.lengths) if not self.is_padding(row)]
         end = min(reached) if reached else max(self.lengths)
         for position in range(self._streamed, end):
-            self._streamer.put(self._ids[:, position].cpu())
+            self._streamer.put(self._ids[:, position].clone().cpu())  # the streamer may do with it what it likes
         self._streamed = max(self._streamed, end)
 
     def close(self) -> torch.Tensor:
