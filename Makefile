@@ -11,7 +11,7 @@ TESTED := pyproject.toml constraints.txt
 OFFLINE := HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint format docs benchmark clean
+.PHONY: help demo test test-slow test-oldest lint format docs benchmark clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,11 +19,14 @@ help:  ## Show this list
 demo: $(VENV)/.installed-demo  ## Prepare gemma-3-270m and generate with and without a draft head, side by side
 	$(VENV)/bin/python examples/demo.py --folder "$(TARGETS)" $(DEMO_ARGS)
 
-test: $(VENV)/.installed-dev  ## The whole test suite on the newest tested transformers, with coverage
-	$(OFFLINE) $(VENV)/bin/python -m pytest -n auto --cov --cov-report=term $(PYTEST_ARGS)
+test: $(VENV)/.installed-dev  ## The test suite on the newest tested transformers, with coverage
+	$(OFFLINE) $(VENV)/bin/python -m pytest -n auto -m "not slow" --cov --cov-report=term $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed-dev  ## The full grids of which `make test` takes every eleventh cell
+	$(OFFLINE) $(VENV)/bin/python -m pytest -n auto -m slow $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.installed-test  ## The contract and exactness tests on the oldest supported transformers
-	$(OFFLINE) $(OLDEST)/bin/python -m pytest -n auto -m "contract or exactness" $(PYTEST_ARGS)
+	$(OFFLINE) $(OLDEST)/bin/python -m pytest -n auto -m "(contract or exactness) and not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## Format, lint, spelling, types, import layers
 	$(VENV)/bin/ruff format --check .
