@@ -179,11 +179,11 @@ def test_an_unknown_layer_is_refused_by_name_even_if_it_calls_itself_croppable()
 
 def test_a_static_window_shorter_than_the_cache_is_refused() -> None:
     config = LlamaConfig(
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=2,
         hidden_size=8,
         sliding_window=8,
-        layer_types=["sliding_attention"],
+        layer_types=["full_attention", "sliding_attention"],
     )
     check_cache(StaticCache(config=config, max_cache_len=8))
     with pytest.raises(ValueError, match="max_cache_len"):

@@ -208,3 +208,15 @@ def test_depths_that_only_padding_reached_are_not_counted(target: PreTrainedMode
     assert torch.equal(output.sequences, plain.sequences)
     assert len(output.acceptance.acceptance_by_depth) <= head.config.block_size - 1
     assert all(0 <= share <= 1 for share in output.acceptance.acceptance_by_depth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torchs_default_dtype_does_not_matter(target: PreTrainedModel, head: OracleHead, dtype: torch.dtype) -> None:
+    reference = greedy_reference(target, (7,), 12)
+    head.know(reference.texts).draft_with(tree_budget=8)
+    torch.set_default_dtype(dtype)
+    try:
+        output = target.generate(**reference.inputs, assistant_model=head, max_new_tokens=12, do_sample=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(output, reference.sequences)

@@ -12,7 +12,7 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPTJForCausalLM, PreTrainedConfig, PreTrainedModel
 
 # One value for every name that the architectures give to the same quantity; a config takes those it knows.
 COMMON: dict[str, Any] = {
@@ -169,7 +169,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed_oss": Architecture(),
     "nemotron": Architecture(HALF_ROTARY),
     "minicpm3": Architecture(FULL_HEADS),
-    "gptj": Architecture({"rotary_dim": 8}),
+    "gptj": Architecture({"rotary_dim": 8}, backends=BOTH if GPTJForCausalLM._supports_sdpa else ("eager",)),
     "hunyuan_v1_dense": Architecture(),
     "ministral3": Architecture(),
     "apertus": Architecture(),

@@ -26,10 +26,15 @@ _DYNAMIC_LAYERS: tuple[type[CacheLayerMixin], ...] = (DynamicLayer, DynamicSlidi
 _STATIC_LAYERS: tuple[type[CacheLayerMixin], ...] = (StaticLayer, StaticSlidingWindowLayer)
 _PLACEHOLDER_LAYERS: tuple[type, ...] = ()
 
-# What `generate`, the models' forwards and their outputs call the cache.
-CACHE_NAME = "cache" if version.parse(__version__) >= version.parse("5.24") else "past_key_values"
 
-if version.parse(__version__) >= version.parse("5.23"):  # before, layers that share keys and values had no entry at all
+def _since(release: str) -> bool:
+    return version.parse(__version__) >= version.parse(release)
+
+
+# What `generate`, the models' forwards and their outputs call the cache.
+CACHE_NAME = "cache" if _since("5.24") else "past_key_values"
+
+if _since("5.23"):  # before, layers that share keys and values had no entry at all
     from transformers.cache_utils import DummyLayer
 
     _PLACEHOLDER_LAYERS = (DummyLayer,)
@@ -62,7 +67,7 @@ def check_cache(cache: Cache | None) -> None:
                 f"`cache` must have layers from which tokens can be taken back, got {type(layer).__name__} in "
                 f"{type(cache).__name__}: use the default cache, or `cache_implementation='static'`."
             )
-        if isinstance(layer, StaticSlidingWindowLayer) and not layer.is_croppable:
+        if isinstance(layer, StaticSlidingWindowLayer) and _may_overwrite(layer, cache):
             raise ValueError(
                 f"`max_cache_len` of a static cache must not exceed the sliding window of {layer.max_cache_len} with a "
                 "JetSpec head, got a longer one: a full static window overwrites what a rejected token displaced."
@@ -72,7 +77,8 @@ def check_cache(cache: Cache | None) -> None:
 def start_recording(cache: Cache) -> None:
     """Makes sliding layers keep what they would evict, until the next commit. To be called after the prefill."""
     cache.activate_past_recording()
-    cache.crop(0)
+    for layer in _filled_layers(cache):
+        _crop(layer, 0)  # trims sliding layers to what the next forward needs
 
 
 def stop_recording(cache: Cache) -> None:
@@ -111,7 +117,7 @@ def mask_sizes(cache: Cache, kind: AttentionKind, num_nodes: int) -> tuple[int, 
 def crop_to(cache: Cache, length: int) -> None:
     """Takes every slot from `length` on out again; layers that a forward did not reach before it failed have none."""
     for layer in _filled_layers(cache):
-        layer.crop(min(length - int(layer.get_seq_length()), 0))
+        _crop(layer, max(int(layer.get_seq_length()) - length, 0))
 
 
 def commit_path(cache: Cache, num_nodes: int, path: torch.Tensor) -> None:
@@ -134,7 +140,7 @@ def commit_path(cache: Cache, num_nodes: int, path: torch.Tensor) -> None:
             )
             accepted = _take(tensor, path + first, slot_dim, row_dim)
             tensor.narrow(slot_dim, first, kept).copy_(accepted)
-    cache.crop(kept - num_nodes)
+        _crop(layer, num_nodes - kept)
 
 
 def commit_ragged(cache: Cache, num_nodes: int, paths: Sequence[Sequence[int]], lags: Sequence[int]) -> list[int]:
@@ -190,6 +196,13 @@ def ragged_sources(prefix: int, new_prefix: int, paths: Sequence[Sequence[int]])
     return torch.stack(rows)
 
 
+def _may_overwrite(layer: StaticSlidingWindowLayer, cache: Cache) -> bool:
+    """Whether this static window can get full; before transformers 5.24 only a full layer beside it tells."""
+    if _since("5.24"):
+        return not layer.is_croppable
+    return layer.max_cache_len not in [other.max_cache_len for other in cache.layers if type(other) is StaticLayer]
+
+
 def _filled_layers(cache: Cache) -> list[Any]:
     layers: list[Any] = cache.layers  # `check_cache` lets only kinds pass that have `keys`
     return [layer for layer in layers if layer.keys is not None and layer.keys.numel() > 0]
@@ -210,6 +223,14 @@ def _take(tensor: torch.Tensor, slots: torch.Tensor, slot_dim: int, row_dim: int
     target = list(tensor.shape)
     target[slot_dim] = slots.shape[1]
     return tensor.gather(slot_dim, slots.to(tensor.device).view(shape).expand(target))
+
+
+def _crop(layer: Any, count: int) -> None:
+    """Drops the last `count` slots; static layers have no `crop` before transformers 5.24."""
+    if isinstance(layer, StaticLayer):
+        _set_length(layer, int(layer.get_seq_length()) - count)
+    else:
+        layer.crop(-count)
 
 
 def _set_length(layer: Any, length: int) -> None:

@@ -64,7 +64,9 @@ def check_tree_logits(target: PreTrainedModel) -> None:
 
 def _tree(nodes: torch.Tensor) -> TokenTree:
     parents, depths = (torch.tensor([values], device=nodes.device) for values in (_PARENTS, _DEPTHS))
-    return TokenTree(nodes[None], parents, depths, torch.zeros(depths.shape, device=nodes.device), max(_DEPTHS))
+    return TokenTree(
+        nodes[None], parents, depths, torch.zeros(depths.shape, dtype=torch.float32, device=nodes.device), max(_DEPTHS)
+    )
 
 
 def _verifier(target: PreTrainedModel, length: int) -> Verifier:

@@ -26,7 +26,7 @@ class FeatureTaps:
     def __init__(self, target: PreTrainedModel, layer_ids: list[int]) -> None:
         self._layer_ids = layer_ids
         self._layers = decoder_layers(target)
-        self._active_copy = getattr(target.config.get_text_config(decoder=True), "altup_active_idx", 0)
+        self._active_copy: int | None = getattr(target.config.get_text_config(decoder=True), "altup_active_idx", None)
         self._thread = threading.get_ident()
         self._recording = False
         self._outputs: dict[int, list[torch.Tensor]] = {}
@@ -72,6 +72,6 @@ class FeatureTaps:
         if not self._recording or threading.get_ident() != self._thread:
             return
         state = output[0] if isinstance(output, tuple) else output
-        if state.dim() == 4:  # gemma3n carries several copies of the residual stream
-            state = state[self._active_copy]
+        if state.dim() == 4:  # several copies of the residual stream: gemma3n leads with them, others carry them inside
+            state = state.mean(dim=2) if self._active_copy is None else state[self._active_copy]
         self._outputs[layer_id].append(state)

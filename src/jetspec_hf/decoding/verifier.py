@@ -269,10 +269,8 @@ def _check_plain_step(step: dict[str, Any], cached: int) -> None:
     fed = step.get("inputs_embeds") if step.get("input_ids") is None else step["input_ids"]
     tokens = 0 if fed is None else fed.shape[1]
     mask = step.get("attention_mask")
-    is_padding_mask = (
-        isinstance(mask, torch.Tensor) and mask.dim() == 2
-    )  # a static cache gets 4D masks, perhaps per kind
-    columns = mask.shape[1] if is_padding_mask else cached + 1
+    # a static cache gets 4D masks, perhaps one per kind
+    columns = mask.shape[1] if isinstance(mask, torch.Tensor) and mask.dim() == 2 else cached + 1
     if tokens != 1 or columns != cached + 1:
         raise ValueError(
             "`target` must decode one token behind its cache, got a step of its own with "

@@ -93,7 +93,7 @@ class TokenTree:
             ValueError: `token_ids` is not a `torch.LongTensor` of shape `(batch, nodes)` with at least one node.
         """
         depths = torch.arange(token_ids.shape[-1], device=token_ids.device).expand(token_ids.shape)
-        log_probs = torch.zeros(token_ids.shape, device=token_ids.device)
+        log_probs = torch.zeros(token_ids.shape, dtype=torch.float32, device=token_ids.device)
         return cls(token_ids, depths - 1, depths, log_probs, depth_limit=max(token_ids.shape[-1] - 1, 0))
 
     @property
