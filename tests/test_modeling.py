@@ -171,6 +171,12 @@ def test_a_head_loads_in_another_dtype(tmp_path: Path) -> None:
     assert JetSpecHead.from_pretrained(tmp_path, dtype="auto").dtype == torch.float32
 
 
+def test_a_head_can_be_made_from_a_bare_state_dict() -> None:
+    head = make_head()
+    loaded = JetSpecHead.from_pretrained(None, config=head.config, state_dict=head.state_dict())
+    assert torch.equal(loaded.fc.weight, head.fc.weight)
+
+
 def test_a_published_head_loads_from_a_subfolder_in_both_spellings(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "official_causal" / "head", tmp_path / "deep" / "er")
     first = JetSpecHead.from_pretrained(str(tmp_path), subfolder="deep/er")

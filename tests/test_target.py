@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
+import jetspec_hf.target as target_module
 from jetspec_hf import JetSpecDraftHead, check_target
 from jetspec_hf.target import (
     AttentionKind,
@@ -88,6 +89,45 @@ def test_an_attention_that_takes_no_tree_mask_is_refused(attention: Any) -> None
     target.config._attn_implementation_internal = attention
     with pytest.raises(ValueError, match="attn_implementation"):
         check_target(target, head.config)
+
+
+def test_a_decoder_that_hands_its_arguments_on_takes_what_its_parent_takes() -> None:
+    target = tiny_target("gemma3_text")
+    parent = type(target.model)
+
+    class Wrapped(parent):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    target.model.__class__ = Wrapped
+    assert takes_mask_per_kind(target) is True
+
+
+@pytest.mark.parametrize(("name", "expected"), [("llama", False), ("gemma3_text", True)])
+def test_without_any_source_a_decoder_of_several_kinds_takes_a_mask_per_kind(
+    name: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_module, "_tests_for_dict", lambda _forward: None)
+    assert takes_mask_per_kind(tiny_target(name)) is expected
+
+
+def test_a_target_whose_forward_hands_on_its_keywords_is_let_through() -> None:
+    target = tiny_target("llama")
+    parent = type(target)
+
+    class Wrapped(parent):
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            return super().forward(input_ids, **kwargs)
+
+    target.__class__ = Wrapped
+    assert unsupported_reason(target) is None
+
+
+def test_a_vocabulary_of_special_tokens_needs_a_mask_token_from_the_caller() -> None:
+    target = tiny_target("llama", vocab_size=3)
+    with pytest.raises(ValueError, match="mask_token_id"):
+        JetSpecDraftHead.from_target(target, num_hidden_layers=1)
+    assert JetSpecDraftHead.from_target(target, num_hidden_layers=1, mask_token_id=1).config.mask_token_id == 1
 
 
 def test_a_target_without_output_embeddings_is_refused() -> None:

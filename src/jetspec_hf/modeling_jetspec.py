@@ -433,7 +433,9 @@ class JetSpecDraftHead(PreTrainedModel):
 
     @staticmethod
     def _saved_knobs(path: Any, places: dict[str, Any]) -> dict[str, Any]:
-        """The knobs saved beside the weights; none in a published checkpoint."""
+        """The knobs saved beside the weights; none in a published checkpoint or a bare `state_dict`."""
+        if path is None:
+            return {}
         try:
             saved = GenerationConfig.from_pretrained(path, **places)
         except OSError:  # there is no generation_config.json

@@ -81,7 +81,9 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
 
 def takes_mask_per_kind(target: PreTrainedModel) -> bool:
     """Whether the decoder takes a dict of 4D masks keyed by layer kind, rather than the one mask of its only kind."""
-    return _forward_tests_for_dict(type(_decoder(target)[0]).forward)
+    tests = [_tests_for_dict(forward) for forward in _forwards(_decoder(target)[0])]
+    known = [test for test in tests if test is not None]
+    return any(known) if known else len(attention_kinds(target)) > 1
 
 
 def _decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
@@ -96,9 +98,19 @@ def _decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
     )
 
 
-@lru_cache(maxsize=64)
-def _forward_tests_for_dict(forward: Callable[..., Any]) -> bool:
-    return ", dict)" in inspect.getsource(inspect.unwrap(forward))
+def _forwards(module: nn.Module) -> list[Callable[..., Any]]:
+    """The forwards of a module's class and of those it extends, which it may hand its arguments on to."""
+    classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+    return [cls.__dict__["forward"] for cls in classes if "forward" in cls.__dict__]
+
+
+@lru_cache(maxsize=256)
+def _tests_for_dict(forward: Callable[..., Any]) -> bool | None:
+    """Whether a forward asks if its mask is a dict; `None` if its source is not at hand."""
+    try:
+        return ", dict)" in inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):
+        return None
 
 
 def base_model(target: PreTrainedModel) -> PreTrainedModel:
@@ -126,7 +138,7 @@ def unsupported_reason(target: PreTrainedModel) -> str | None:
     config = target.config.get_text_config(decoder=True)
     if target.config.is_encoder_decoder:
         return "is an encoder-decoder model; only decoder-only targets are supported"
-    if "position_ids" not in inspect.signature(target.forward).parameters:
+    if not any("position_ids" in inspect.signature(forward).parameters for forward in _forwards(target)):
         return "has no `position_ids` in its forward, so tree nodes cannot be placed at their depth"
     if getattr(config, "alibi", False):
         return "uses alibi, whose biases follow the slots of the cache and not the positions of tree nodes"
@@ -286,4 +298,7 @@ def _spare_token(config: Any) -> int:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(config, name, None)
         special.update(value if isinstance(value, list) else [value])
-    return next(token for token in reversed(range(config.vocab_size)) if token not in special)
+    spare = next((token for token in reversed(range(config.vocab_size)) if token not in special), None)
+    if spare is None:
+        raise ValueError("`mask_token_id` must be given, got none: every token of the vocabulary is a special one.")
+    return spare

@@ -26,6 +26,10 @@ def test_half_precision_passes(name: str, dtype: torch.dtype) -> None:
     check_tree_logits(tiny_target(name).to(dtype))
 
 
+def test_a_short_table_of_positions_is_enough() -> None:
+    check_tree_logits(tiny_target("gpt2", n_positions=5))
+
+
 def ignoring(argument: str, model: PreTrainedModel) -> PreTrainedModel:
     """The model with a forward that ignores what it is told, as code of another style might."""
     forward = model.forward

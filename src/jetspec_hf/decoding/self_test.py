@@ -41,14 +41,16 @@ def check_tree_logits(target: PreTrainedModel) -> None:
         ValueError: If they differ by more than rounding: tree decoding on this target would be silently wrong.
     """
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
-    tokens = torch.arange(3, 3 + _PROMPT_LENGTH + len(_PARENTS), device=_device(target)) * 7 % vocabulary
-    prompt, nodes = tokens[:_PROMPT_LENGTH], tokens[_PROMPT_LENGTH:]
-    with _verifier(target, _PROMPT_LENGTH) as verifier:
+    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
+    length = max(1, min(_PROMPT_LENGTH, positions - max(_DEPTHS) - 1))  # a learned table may be short
+    tokens = torch.arange(3, 3 + length + len(_PARENTS), device=_device(target)) * 7 % vocabulary
+    prompt, nodes = tokens[:length], tokens[length:]
+    with _verifier(target, length) as verifier:
         verifier.prefill(prompt[None])
         tree_logits = verifier.verify(_tree(nodes), last_depths=[max(_DEPTHS)]).logits[0]
     plain_logits = torch.zeros_like(tree_logits, dtype=torch.float32)
     for path in map(list, _LEAF_PATHS):
-        with _verifier(target, _PROMPT_LENGTH + len(path)) as verifier:
+        with _verifier(target, length + len(path)) as verifier:
             outputs, _ = verifier.prefill(torch.cat([prompt, nodes[path]])[None])
         plain_logits[path] = outputs.logits[0, -len(path) :].float()
     error = (tree_logits.float() - plain_logits).abs().mean() / plain_logits.std().clamp(min=1e-12)

@@ -169,8 +169,12 @@ class TokenWriter:
             everyone = logits if whole else logits.new_zeros(self.batch_size, logits.shape[-1])
             if not whole:
                 everyone[rows] = logits
-            scores = self._processors(self._prefix(length), everyone)
-            scores = scores if whole else scores[rows]
+            prefix = self._prefix(length)
+            scores = self._processors(prefix, everyone)
+            if whole:
+                self._ids[:, :length] = prefix  # plain decoding keeps what a processor writes into its input too
+            else:
+                scores = scores[rows]
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
