@@ -46,7 +46,7 @@ def make_cache(target: PreTrainedModel, kind: str) -> Any:
     return DynamicCache() if kind == "windowless" else StaticCache(config=config, max_cache_len=64)
 
 
-class Session:
+class Rounds:
     """A verifier over a batch of random prompts, and each row's committed tokens without padding."""
 
     def __init__(self, target: PreTrainedModel, batch: int, cache: str = "dynamic") -> None:
@@ -86,55 +86,55 @@ class Session:
         return self.target(input_ids=ids, use_cache=False).logits[0, -1]
 
 
-def check_rounds(session: Session) -> None:
-    with torch.no_grad(), session.taps.attached(), session.verifier:
-        session.verifier.prefill(session.prompt)
+def check_rounds(rounds: Rounds) -> None:
+    with torch.no_grad(), rounds.taps.attached(), rounds.verifier:
+        rounds.verifier.prefill(rounds.prompt)
         for paths in PATHS:
-            tree, logits = session.verify()
-            for row in range(len(session.rows)):
+            tree, logits = rounds.verify()
+            for row in range(len(rounds.rows)):
                 for node in range(len(PARENTS)):
-                    expected = session.sequential_logits(row, tree.token_ids[row, path_to(node)].tolist())
+                    expected = rounds.sequential_logits(row, tree.token_ids[row, path_to(node)].tolist())
                     assert (logits[row, node] - expected).abs().max() < TOLERANCE, (row, node)
-            session.commit(tree, paths[: len(session.rows)])
-            assert session.verifier.anchor_positions.tolist() == [len(tokens) for tokens in session.rows]
+            rounds.commit(tree, paths[: len(rounds.rows)])
+            assert rounds.verifier.anchor_positions.tolist() == [len(tokens) for tokens in rounds.rows]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(("name", "backend", "windowed"), VARIANTS)
 def test_node_logits_equal_a_sequential_forward(name: str, backend: str, windowed: bool, batch: int) -> None:
     window = ARCHITECTURES[name].window if windowed else None
-    check_rounds(Session(tiny_target(name, backend, **(window or {})), batch))
+    check_rounds(Rounds(tiny_target(name, backend, **(window or {})), batch))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "deepseek_v3"])
 def test_node_logits_are_right_on_a_static_cache(name: str, batch: int) -> None:
     window = {"sliding_window": 64} if name == "gemma3_text" else {}
-    check_rounds(Session(tiny_target(name, **window), batch, cache="static"))
+    check_rounds(Rounds(tiny_target(name, **window), batch, cache="static"))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", ["gemma3_text", "mistral", "cohere2", "llama4_text"])
 def test_node_logits_are_right_on_a_cache_that_knows_no_windows(name: str, batch: int) -> None:
     window = ARCHITECTURES[name].window or {}
-    check_rounds(Session(tiny_target(name, **window), batch, cache="windowless"))
+    check_rounds(Rounds(tiny_target(name, **window), batch, cache="windowless"))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "gemma4_text", "llama4_text"])
 def test_committed_features_are_the_tapped_layers_outputs_of_a_plain_forward(name: str, batch: int) -> None:
-    session = Session(tiny_target(name), batch)
-    with torch.no_grad(), session.taps.attached(), session.verifier:
-        _, prompt = session.verifier.prefill(session.prompt)
+    rounds = Rounds(tiny_target(name), batch)
+    with torch.no_grad(), rounds.taps.attached(), rounds.verifier:
+        _, prompt = rounds.verifier.prefill(rounds.prompt)
         committed = [prompt]
         for paths in PATHS:
-            tree, _ = session.verify()
-            committed.append(session.commit(tree, paths[:batch]))
-    for row, tokens in enumerate(session.rows):
+            tree, _ = rounds.verify()
+            committed.append(rounds.commit(tree, paths[:batch]))
+    for row, tokens in enumerate(rounds.rows):
         features = torch.cat([step.features[row][mask_of(step, row)] for step in committed])
         positions = torch.cat([step.positions[row][mask_of(step, row)] for step in committed])
         assert positions.tolist() == list(range(len(tokens)))
-        expected = plain_layer_outputs(session.target, tokens, [0, 1])
+        expected = plain_layer_outputs(rounds.target, tokens, [0, 1])
         assert (features - expected).abs().max() < TOLERANCE
 
 
@@ -159,54 +159,54 @@ def plain_layer_outputs(target: PreTrainedModel, tokens: list[int], layer_ids: l
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
 def test_the_committed_cache_continues_with_the_targets_own_masks(name: str) -> None:
-    session = Session(tiny_target(name, **(ARCHITECTURES[name].window or {})), batch=1)
-    with torch.no_grad(), session.taps.attached(), session.verifier:
-        session.verifier.prefill(session.prompt)
+    rounds = Rounds(tiny_target(name, **(ARCHITECTURES[name].window or {})), batch=1)
+    with torch.no_grad(), rounds.taps.attached(), rounds.verifier:
+        rounds.verifier.prefill(rounds.prompt)
         for paths in PATHS:
-            tree, _ = session.verify()
-            session.commit(tree, paths[:1])
-        expected = session.sequential_logits(0, [5])
-    step: dict[str, Any] = {CACHE: session.verifier.cache}
+            tree, _ = rounds.verify()
+            rounds.commit(tree, paths[:1])
+        expected = rounds.sequential_logits(0, [5])
+    step: dict[str, Any] = {CACHE: rounds.verifier.cache}
     with torch.no_grad():
-        logits = session.target(input_ids=torch.tensor([[5]]), **step).logits[0, -1]
+        logits = rounds.target(input_ids=torch.tensor([[5]]), **step).logits[0, -1]
     assert (logits - expected).abs().max() < TOLERANCE
 
 
 def test_the_prompts_logits_are_never_computed(target: PreTrainedModel) -> None:
-    session = Session(target, batch=1)
-    session.verifier._model_kwargs["logits_to_keep"] = 1  # as `generate` sets it
-    with torch.no_grad(), session.taps.attached(), session.verifier:
-        outputs, _ = session.verifier.prefill(session.prompt)
+    rounds = Rounds(target, batch=1)
+    rounds.verifier._model_kwargs["logits_to_keep"] = 1  # as `generate` sets it
+    with torch.no_grad(), rounds.taps.attached(), rounds.verifier:
+        outputs, _ = rounds.verifier.prefill(rounds.prompt)
     assert outputs.logits.shape[1] == 1
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_an_error_between_verification_and_commit_leaves_no_node_in_the_cache(name: str) -> None:
-    session = Session(tiny_target(name, **(ARCHITECTURES[name].window or {})), batch=1)
+    rounds = Rounds(tiny_target(name, **(ARCHITECTURES[name].window or {})), batch=1)
 
     def stop_after_verification() -> None:
-        with torch.no_grad(), session.taps.attached(), session.verifier:
-            session.verifier.prefill(session.prompt)
-            session.verify()
+        with torch.no_grad(), rounds.taps.attached(), rounds.verifier:
+            rounds.verifier.prefill(rounds.prompt)
+            rounds.verify()
             raise KeyError
 
     with pytest.raises(KeyError):
         stop_after_verification()
-    assert session.verifier.cache.get_seq_length() == PROMPT_LENGTHS[0]
+    assert rounds.verifier.cache.get_seq_length() == PROMPT_LENGTHS[0]
 
 
 def test_an_error_inside_the_verify_forward_leaves_no_node_in_any_layer(target: PreTrainedModel) -> None:
-    session = Session(target, batch=1)
+    rounds = Rounds(target, batch=1)
 
     def fail(*_: Any) -> None:
         raise MemoryError
 
     def run_out_of_memory() -> None:
-        with torch.no_grad(), session.taps.attached(), session.verifier:
-            session.verifier.prefill(session.prompt)
+        with torch.no_grad(), rounds.taps.attached(), rounds.verifier:
+            rounds.verifier.prefill(rounds.prompt)
             decoder_layers(target)[1].mlp.register_forward_hook(fail)  # the first layer has its keys already
-            session.verify()
+            rounds.verify()
 
     with pytest.raises(MemoryError):
         run_out_of_memory()
-    assert [layer.get_seq_length() for layer in session.verifier.cache.layers] == [PROMPT_LENGTHS[0]] * 2
+    assert [layer.get_seq_length() for layer in rounds.verifier.cache.layers] == [PROMPT_LENGTHS[0]] * 2
