@@ -123,10 +123,11 @@ def _check_length(
     target: PreTrainedModel, input_ids: Any, generation_config: GenerationConfig, position_ids: Any = None, **_: Any
 ) -> None:
     """Refuses a generation that crosses a length at which the target's own arithmetic changes."""
-    length = input_ids.shape[1] if position_ids is None else max(input_ids.shape[1], int(position_ids.max()) + 1)
-    max_length = length + generation_config.max_length - input_ids.shape[1]
-    if (reason := length_limit_reason(target, length, max_length)) is not None:
-        raise ValueError(f"{type(target).__name__} {reason}.")
+    slots = input_ids.shape[1]
+    lengths = {slots} if position_ids is None else {slots, int(position_ids.max()) + 1}  # targets count either of them
+    for length in lengths:
+        if (reason := length_limit_reason(target, length, length + generation_config.max_length - slots)) is not None:
+            raise ValueError(f"{type(target).__name__} {reason}.")
 
 
 def _self_test_once(head: JetSpecDraftHead, target: PreTrainedModel) -> None:

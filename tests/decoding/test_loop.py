@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from jetspec_hf import JetSpecDraftHead
 from support.oracle import OracleHead
-from support.references import greedy_reference
+from support.references import greedy_reference, left_padded, random_prompts
+from support.tiny_targets import tiny_target
 from support.versions import CACHE
 
 pytestmark = pytest.mark.exactness
@@ -220,3 +221,34 @@ def test_torchs_default_dtype_does_not_matter(target: PreTrainedModel, head: Ora
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(output, reference.sequences)
+
+
+def test_a_static_cache_too_short_for_the_text_says_so(target: PreTrainedModel, head: OracleHead) -> None:
+    reference = greedy_reference(target, (7,), 12)
+    cache: dict[str, Any] = {CACHE: StaticCache(config=target.config, max_cache_len=12)}
+    with pytest.raises(ValueError, match="max_cache_len"):
+        target.generate(
+            **reference.inputs,
+            assistant_model=head.know(reference.texts),
+            max_new_tokens=12,
+            do_sample=False,
+            **cache,
+        )
+
+
+@pytest.mark.parametrize("padding", [0, 8])
+def test_longrope_is_refused_where_positions_or_slots_cross_its_switch(padding: int) -> None:
+    target = tiny_target("phi3", original_max_position_embeddings=16)
+    factors = [1.0] * 8
+    target.config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": 16,
+    }
+    head = JetSpecDraftHead.from_target(target, num_hidden_layers=1, block_size=4)
+    ids, mask = left_padded(random_prompts((10,), seed=0))
+    ids, mask = (torch.nn.functional.pad(tensor, (padding, 0)) for tensor in (ids, mask))
+    with pytest.raises(ValueError, match="switches its rotary embeddings"):
+        target.generate(ids, attention_mask=mask, assistant_model=head, max_new_tokens=12, do_sample=False)

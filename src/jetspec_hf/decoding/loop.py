@@ -110,12 +110,13 @@ def _draft_tree(drafter: Drafter, verifier: Verifier, writer: TokenWriter, stats
     """The step's tree: the root alone if no more can be accepted, padding below it in rows that only get padding."""
     anchor_ids = writer.anchors().to(verifier.device)
     depth = max(writer.remaining) - 1  # the last token is always the target's own
-    if depth < 1 or verifier.free_nodes == 0 or not drafter.drafts:
+    free = verifier.free_nodes
+    if depth < 1 or (free is not None and free < 1) or not drafter.drafts:
         return TokenTree.root_only(anchor_ids)
     with stats.timed("draft"):
         draft_logits = drafter.draft(anchor_ids, verifier.anchor_positions, depth)
     with stats.timed("build"):
-        tree = drafter.build(anchor_ids, draft_logits, verifier.free_nodes)
+        tree = drafter.build(anchor_ids, draft_logits, free)
         padding = [writer.is_padding(row) for row in range(writer.batch_size)]
         return _with_padding_chains(tree, padding, writer.pad_id) if any(padding) else tree
 

@@ -177,7 +177,15 @@ class Verifier:
         Returns:
             `ModelOutput`: `logits` of shape `(batch, nodes, vocab)`; row `i` is the target's distribution after node
             `i`.
+
+        Raises:
+            ValueError: If a static cache is too short for the text.
         """
+        if self.free_nodes is not None and self.free_nodes < tree.num_nodes - 1:
+            raise ValueError(
+                "`max_cache_len` of a static cache must leave room for the text, got a full one at "
+                f"{self.prefix_length} tokens: make it at least as long as prompt and new tokens."
+            )
         depths = torch.minimum(tree.depths, torch.tensor(last_depths, device=tree.device)[:, None])
         inputs = {
             **self._step_inputs,
