@@ -254,6 +254,13 @@ def test_the_branch_term_is_the_product_of_its_factors_and_starts_at_zero() -> N
     assert torch.allclose(head.branch_scores(parents, candidates), expected)
 
 
+def test_rows_beyond_the_vocabulary_share_the_last_tokens_branch_term() -> None:
+    head = make_head(branch_rank=3)
+    torch.nn.init.normal_(head.branch_child.weight)
+    beyond = head.branch_scores(torch.tensor([[130]]), torch.tensor([[6, 140]]))
+    assert torch.equal(beyond, head.branch_scores(torch.tensor([[127]]), torch.tensor([[6, 127]])))
+
+
 def test_a_head_without_a_branch_term_says_so() -> None:
     with pytest.raises(ValueError, match="branch_rank"):
         make_head().branch_scores(torch.tensor([[1]]), torch.tensor([[2]]))

@@ -335,8 +335,9 @@ class JetSpecDraftHead(PreTrainedModel):
         if not self.config.branch_rank:
             raise ValueError("`branch_rank` must be at least 1 to score branches, got 0.")
         device = self.branch_parent.weight.device
-        parents = self.branch_parent(parent_ids.to(device))
-        children = self.branch_child(candidate_ids.to(device))
+        last = self.config.vocab_size - 1  # the target's embedding and `lm_head` may have more rows than its vocabulary
+        parents = self.branch_parent(parent_ids.to(device).clamp(max=last))
+        children = self.branch_child(candidate_ids.to(device).clamp(max=last))
         scores: torch.Tensor = parents @ children.transpose(1, 2)
         return scores.to(parent_ids.device)
 

@@ -282,6 +282,6 @@ def _check_plain_step(step: dict[str, Any], cached: int) -> None:
     if tokens != 1 or columns != cached + 1:
         raise ValueError(
             "`target` must decode one token behind its cache, got a step of its own with "
-            f"{tokens} tokens and {columns} columns of mask over {cached} cached tokens: PEFT's prompt learning loses "
-            "or repeats its virtual tokens on releases of transformers it does not know."
+            f"{tokens} tokens and {columns} columns of mask over {cached} cached tokens: some releases of transformers "
+            "lose or repeat tokens with PEFT's prompt learning, or with a chunked prefill on a filled cache."
         )
