@@ -252,3 +252,39 @@ def test_longrope_is_refused_where_positions_or_slots_cross_its_switch(padding: 
     ids, mask = (torch.nn.functional.pad(tensor, (padding, 0)) for tensor in (ids, mask))
     with pytest.raises(ValueError, match="switches its rotary embeddings"):
         target.generate(ids, attention_mask=mask, assistant_model=head, max_new_tokens=12, do_sample=False)
+
+
+@pytest.mark.parametrize("batch", [(9,), (9, 4)])
+def test_an_error_inside_the_heads_forward_leaves_no_half_drafted_block(
+    target: PreTrainedModel, batch: tuple[int, ...]
+) -> None:
+    reference = greedy_reference(target, batch, 10)
+    head = JetSpecDraftHead.from_target(target, num_hidden_layers=2, block_size=4)
+    kwargs: dict[str, Any] = {"assistant_model": head, "do_sample": False, "return_dict_in_generate": True}
+    first = target.generate(**reference.inputs, max_new_tokens=5, **kwargs)
+    mask = torch.cat([reference.attention_mask, torch.ones(len(batch), 5, dtype=torch.long)], dim=1)
+    second: dict[str, Any] = {"attention_mask": mask, CACHE: first[CACHE], **kwargs}
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = head.layers[1].register_forward_hook(interrupt)  # the first layer has the block's keys already
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(first.sequences, max_new_tokens=5, **second)
+    handle.remove()
+    output = target.generate(first.sequences, max_new_tokens=5, **{**second, CACHE: DynamicCache(config=target.config)})
+    assert torch.equal(output.sequences, reference.sequences)
+    assert not hasattr(first[CACHE], "jetspec_context")
+
+
+def test_without_drafting_no_features_are_kept(target: PreTrainedModel, head: OracleHead) -> None:
+    reference = greedy_reference(target, (9,), 10)
+    output = target.generate(
+        **reference.inputs,
+        assistant_model=head.know(reference.texts).draft_with(tree_budget=0),
+        max_new_tokens=10,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(output.sequences, reference.sequences)
+    assert not hasattr(output[CACHE], "jetspec_context")

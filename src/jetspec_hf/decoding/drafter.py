@@ -272,16 +272,22 @@ class Drafter:
         self._head = head
         self._knobs = knobs
         length = int(cache.get_seq_length())
-        context: DraftContext | None = getattr(cache, _CONTEXT_NAME, None)
+        # taken off the cache, so that a generation that fails leaves none that is half changed
+        context: DraftContext | None = vars(cache).pop(_CONTEXT_NAME, None)
         if context is None or not context.fits(head, batch_size, length):
             context = DraftContext(head, batch_size, length)
-        setattr(cache, _CONTEXT_NAME, context)  # a returned cache continues a conversation, its copies keep copies
         self._context = context
         self._state = DraftingState(target, context, knobs.draft_depth)
 
     def see(self, committed: CommittedTokens) -> None:
         """Takes in the features of newly committed tokens."""
-        self._context.append(committed)
+        if self.drafts:
+            self._context.append(committed)
+
+    def hand_over(self, cache: Cache) -> None:
+        """Leaves the context on the target's cache, for the next turn of the conversation; its copies keep copies."""
+        if self.drafts:
+            setattr(cache, _CONTEXT_NAME, self._context)
 
     def draft(self, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor, depth: int) -> torch.Tensor:
         """One forward of the head over the block.

@@ -92,6 +92,7 @@ def tree_decoding(
 
         if keeps_cache:
             _catch_up(drafter, verifier, writer)
+            drafter.hand_over(verifier.cache)
     head.last_acceptance = stats  # once more: a callback may have generated with the same head
     sequences = writer.close()
     if not generation_config.return_dict_in_generate:
