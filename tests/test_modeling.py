@@ -271,3 +271,53 @@ def test_block_positions_default_to_those_after_the_context() -> None:
     inputs = inputs_of(head)
     explicit = run(head, inputs, position_ids=torch.arange(CONTEXT + BLOCK)[None])
     assert torch.equal(run(head, inputs), explicit)
+
+
+class PlainState:
+    """A drafting state with an identity for the target's embedding and `lm_head`, and no context."""
+
+    def __init__(self, head: JetSpecDraftHead) -> None:
+        self.anchor_positions = torch.zeros(1, dtype=torch.long)
+        self.draft_depth = head.config.block_size - 1
+        self.width = head.config.hidden_size
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.sin(token_ids[..., None] + torch.arange(self.width))
+
+    def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states * 10
+
+    def run_block(self, head: JetSpecDraftHead, noise_embeds: torch.Tensor) -> torch.Tensor:
+        empty = torch.zeros(1, 0, len(head.config.target_layer_ids) * self.width)
+        return run(head, {"noise_embeds": noise_embeds, "context_hidden_states": empty})
+
+
+@torch.no_grad()
+def test_the_logits_are_scaled_and_then_capped_as_the_config_says() -> None:
+    head = make_head()
+    anchor, state = torch.tensor([5]), PlainState(head)
+    bare = head.draft_logits(anchor, state)
+    head.config.logit_scale = 0.5
+    assert torch.equal(head.draft_logits(anchor, state), bare * 0.5)
+    head.config.final_logit_softcapping = 3.0
+    assert torch.allclose(head.draft_logits(anchor, state), 3.0 * torch.tanh(bare * 0.5 / 3.0))
+
+
+@torch.no_grad()
+def test_the_block_is_the_anchor_and_masks_under_the_scaled_embedding() -> None:
+    head = make_head()
+    state = PlainState(head)
+    head.config.embedding_scale = 2.0
+    block = torch.tensor([[5, *[head.config.mask_token_id] * (BLOCK - 1)]])
+    expected = state.project(state.run_block(head, state.embed(block) * 2.0)[:, 1:])
+    assert torch.equal(head.draft_logits(torch.tensor([5]), state), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_causal_head_drafts_fewer_tokens_from_a_shorter_block_with_the_same_logits(depth: int) -> None:
+    head = make_head()
+    state = PlainState(head)
+    whole = head.draft_logits(torch.tensor([5]), state)
+    state.draft_depth = depth
+    assert (head.draft_logits(torch.tensor([5]), state) - whole[:, :depth]).abs().max() < 1e-4
