@@ -59,6 +59,15 @@ def test_gpt_neo_is_refused_for_its_local_layers() -> None:
     assert "local" in str(unsupported_reason(GPTNeoForCausalLM(config)))
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("mistral", "sliding_window"), ("gemma3_text", "sliding_window"), ("llama4_text", "attention_chunk_size")],
+)
+def test_a_window_of_a_single_token_is_refused(name: str, field: str) -> None:
+    assert "single token" in str(unsupported_reason(tiny_target(name, **{field: 1})))
+    assert unsupported_reason(tiny_target(name, **{field: 2})) is None
+
+
 def test_attention_kinds_tell_window_and_chunk() -> None:
     assert attention_kinds(tiny_target("llama")) == [AttentionKind("full_attention", 0)]
     assert attention_kinds(tiny_target("mistral", sliding_window=4)) == [

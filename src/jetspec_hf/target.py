@@ -147,6 +147,8 @@ def unsupported_reason(target: PreTrainedModel) -> str | None:
     layer_types, _ = get_layer_types_and_kwargs(config)
     if odd := sorted(set(layer_types) - set(SUPPORTED_KINDS)):
         return f"has layers of kind {', '.join(odd)}, on which rejected tokens cannot be undone"
+    if any(1 in (kind.sliding_window, kind.chunk_size) for kind in attention_kinds(target)):
+        return "has a window or chunk of a single token, for which transformers' caches keep the wrong slots"
     if "local" in getattr(config, "attention_layers", []):
         return "has local attention layers that mask by the slots of the cache"
     generating_class: Any = type(target)  # a subclass of `GenerationMixin` as well
