@@ -54,6 +54,7 @@ BROKEN: dict[str, list[Any]] = {
     "num_target_layers": [0, 1.5],
     "causal": [None, "yes", 1, {"sliding_attention": True}, {"full_attention": 1}, {"conv": True}],
     "branch_rank": [-1, 1.5, None],
+    "draft_vocab_size": [0, 1.5, 151937],
     "final_logit_softcapping": [0.0, -1.0, "30"],
     "logit_scale": [0.0, None],
     "embedding_scale": [-1.0, float("nan")],

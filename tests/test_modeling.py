@@ -160,7 +160,7 @@ def test_a_saved_head_loads_the_same_through_both_names_and_automodel(tmp_path: 
         loaded = loader.from_pretrained(tmp_path)
         assert type(loaded) is JetSpecDraftHead
         assert torch.equal(run(loaded, inputs), run(head, inputs))
-        assert torch.equal(loaded.branch_parent.weight, head.branch_parent.weight)
+        assert torch.equal(loaded.branch.parent_proj.weight, head.branch.parent_proj.weight)
         assert loaded.generation_config.tree_budget == 9
         assert not loaded.training
 
@@ -242,28 +242,6 @@ def test_a_head_for_another_target_is_refused_with_both_values(target: PreTraine
     head = make_head(**fields)
     with pytest.raises(ValueError, match=rf"{field}.*{value}"):
         head.check_target(target)
-
-
-def test_the_branch_term_is_the_product_of_its_factors_and_starts_at_zero() -> None:
-    head = make_head(branch_rank=3)
-    parents, candidates = torch.tensor([[4, 5]]), torch.tensor([[6, 7, 8]])
-    assert torch.equal(head.branch_scores(parents, candidates), torch.zeros(1, 2, 3))
-    torch.nn.init.normal_(head.branch_child.weight)
-    a, b = head.branch_parent.weight, head.branch_child.weight
-    expected = torch.stack([torch.stack([a[u] @ b[v] for v in (6, 7, 8)]) for u in (4, 5)])[None]
-    assert torch.allclose(head.branch_scores(parents, candidates), expected)
-
-
-def test_rows_beyond_the_vocabulary_share_the_last_tokens_branch_term() -> None:
-    head = make_head(branch_rank=3)
-    torch.nn.init.normal_(head.branch_child.weight)
-    beyond = head.branch_scores(torch.tensor([[130]]), torch.tensor([[6, 140]]))
-    assert torch.equal(beyond, head.branch_scores(torch.tensor([[127]]), torch.tensor([[6, 127]])))
-
-
-def test_a_head_without_a_branch_term_says_so() -> None:
-    with pytest.raises(ValueError, match="branch_rank"):
-        make_head().branch_scores(torch.tensor([[1]]), torch.tensor([[2]]))
 
 
 def test_block_positions_default_to_those_after_the_context() -> None:

@@ -48,7 +48,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 @torch.no_grad()
 def test_both_incremental_draft_calls_give_the_official_logits(golden: Golden) -> None:
     context = DraftContext(golden.head, batch_size=1, start=0)
-    state = DraftingState(golden.target, context, golden.head.config.block_size - 1)
+    state = DraftingState(golden.target, golden.head, context, golden.head.config.block_size - 1)
     for ids, features, expected in golden.calls():
         anchor = ids.shape[1] - 1
         positions = torch.arange(anchor - features.shape[1], anchor)[None]

@@ -57,8 +57,10 @@ class JetSpecConfig(PreTrainedConfig):
         num_target_layers (`int`, *optional*): Number of decoder layers of the target.
         causal (`bool` or `dict[str, bool]`, defaults to `True`): Whether a block position sees only itself and the
             earlier ones (JetSpec) or the whole block (DFlash); a dict says it per layer kind.
-        branch_rank (`int`, defaults to 0): Rank of the branch term `<a_u, b_v>` added to the score of token `v` under
-            parent `u`; 0 for none, as in the published heads.
+        branch_rank (`int`, defaults to 0): Rank of the branch term [`JetSpecBranch`], which scores a token by the path
+            that leads to it; 0 for none, as in the published heads.
+        draft_vocab_size (`int`, *optional*): Number of tokens the head drafts, listed in its buffer `draft_token_ids`;
+            all of the target's when missing.
         final_logit_softcapping (`float`, *optional*): Soft cap applied to the draft logits after the target's
             `lm_head`. Published heads were trained on the bare `lm_head`: `None`.
         logit_scale (`float`, defaults to 1.0): Factor applied to the draft logits before the soft cap.
@@ -105,6 +107,7 @@ class JetSpecConfig(PreTrainedConfig):
     num_target_layers: int | None = None
     causal: bool | dict[str, bool] = True
     branch_rank: int = 0
+    draft_vocab_size: int | None = None
     final_logit_softcapping: float | None = None
     logit_scale: float = 1.0
     embedding_scale: float = 1.0
@@ -234,6 +237,12 @@ class JetSpecConfig(PreTrainedConfig):
             )
         if not _is_integer(self.branch_rank) or self.branch_rank < 0:
             raise ValueError(f"`branch_rank` must be an integer of at least 0, got {self.branch_rank!r}.")
+        drafted = self.draft_vocab_size
+        if drafted is not None and not (_is_positive_integer(drafted) and drafted <= self.vocab_size):
+            raise ValueError(
+                f"`draft_vocab_size` must be `None` or an integer from 1 to `vocab_size={self.vocab_size}`, got "
+                f"{drafted!r}."
+            )
         ids = self.target_layer_ids
         if not isinstance(ids, list) or not ids or any(not _is_integer(i) or i < 0 for i in ids):
             raise ValueError(f"`target_layer_ids` must be a non-empty list of layer numbers from 0, got {ids!r}.")

@@ -6,7 +6,7 @@ distribution per drafted position. This file travels to the Hub with a head, so 
 """
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eager_attention_forward, rotate_half
 
+from .branch import BranchScores, JetSpecBranch
 from .configuration_jetspec import JetSpecConfig
 from .target import base_model, check_architecture, check_target, head_config_for
 
@@ -36,17 +37,23 @@ class DraftCache(Protocol):
         """Number of positions this layer has seen."""
 
 
-class DraftState(Protocol):
-    """What `JetSpecDraftHead.draft_logits` asks of a generation in progress (`decoding.drafter.DraftingState`)."""
-
-    anchor_positions: torch.Tensor
-    draft_depth: int
+class TargetEmbeddings(Protocol):
+    """What embeds tokens as the target does."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The target's own embedding of these tokens."""
 
+
+class DraftState(TargetEmbeddings, Protocol):
+    """What `JetSpecDraftHead.draft_logits` asks of a generation in progress (`decoding.drafter.DraftingState`)."""
+
+    anchor_positions: torch.Tensor
+    draft_depth: int
+    block_states: torch.Tensor | None  # (batch, block, hidden), what the last `run_block` returned
+    branch_table: torch.Tensor | None  # (draft vocabulary, rank), made when first needed
+
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The target's own `lm_head` over these states."""
+        """The target's own `lm_head` over these states: its rows of the draft vocabulary, where there is one."""
 
     def run_block(self, head: "JetSpecDraftHead", noise_embeds: torch.Tensor) -> torch.Tensor:
         """`head.forward` over the block after the committed context; the block leaves no trace."""
@@ -196,9 +203,10 @@ class JetSpecDraftHead(PreTrainedModel):
         self.layers = nn.ModuleList(JetSpecDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = JetSpecRotaryEmbedding(config)
-        if config.branch_rank:
-            self.branch_parent = nn.Embedding(config.vocab_size, config.branch_rank)
-            self.branch_child = nn.Embedding(config.vocab_size, config.branch_rank)
+        self.branch = JetSpecBranch(config) if config.branch_rank else None
+        self.draft_token_ids: torch.Tensor | None
+        drafted = config.draft_vocab_size
+        self.register_buffer("draft_token_ids", None if drafted is None else torch.arange(drafted))
         self.generation_config = GenerationConfig(**DRAFTING_DEFAULTS)
         self.identity = uuid.uuid4().hex  # tells whose keys and values a cache carries, also after pickling
         self.last_acceptance: Any = None
@@ -214,7 +222,7 @@ class JetSpecDraftHead(PreTrainedModel):
         self,
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         position_ids: torch.Tensor | None = None,
         cache: DraftCache | None = None,
         past_key_values: DraftCache | None = None,
@@ -227,8 +235,9 @@ class JetSpecDraftHead(PreTrainedModel):
                 `[anchor, MASK, ...]`.
             context_hidden_states (`torch.Tensor` of shape `(batch, new, taps * hidden)`): Tapped states, concatenated,
                 of the committed tokens that are not in `cache` yet, strictly before the anchor.
-            attention_mask (`torch.Tensor` of shape `(batch, cached + new + block)`, *optional*): 0 where there is no
-                token.
+            attention_mask (`torch.Tensor` of shape `(batch, cached + new + block)` or `dict`, *optional*): 0 where
+                there is no token; or ready additive masks of shape `(batch, 1, block, cached + new + block)` per layer
+                kind, as for many blocks at once in training.
             position_ids (`torch.LongTensor` of shape `(batch, new + block)`, *optional*): Absolute positions.
             cache (`DraftCache`, *optional*): Keys and values of the earlier context; the context **and** the block are
                 appended, the caller crops the block. `past_key_values` is its name before transformers 5.24.
@@ -246,10 +255,13 @@ class JetSpecDraftHead(PreTrainedModel):
         if position_ids is None:
             position_ids = torch.arange(cached, cached + new + block, device=noise_embeds.device)[None]
         rotation = self.rotary_emb(position_ids, noise_embeds.dtype)
-        masks = {
-            kind: self._block_mask(kind, noise_embeds, attention_mask, cached + new + block)
-            for kind in set(self.config.layer_types)
-        }
+        if isinstance(attention_mask, dict):
+            masks: dict[str, Any] = attention_mask
+        else:
+            masks = {
+                kind: self._block_mask(kind, noise_embeds, attention_mask, cached + new + block)
+                for kind in set(self.config.layer_types)
+            }
         hidden_states = noise_embeds
         for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
             hidden_states = layer(hidden_states, features, rotation, masks[kind], cache)
@@ -302,7 +314,8 @@ class JetSpecDraftHead(PreTrainedModel):
 
         Returns:
             `torch.Tensor` of shape `(batch, depth, vocab)`: Row `k` scores the token `k + 1` places after the anchor.
-            Any depth is right; the loop uses at most `state.draft_depth` rows.
+            Any depth is right; the loop uses at most `state.draft_depth` rows. A head with a draft vocabulary returns
+            its `draft_vocab_size` columns alone, column `j` for the token `draft_token_ids[j]`.
         """
         depth = state.draft_depth
         causal = all(self.config.is_causal(kind) for kind in self.config.layer_types)
@@ -310,36 +323,41 @@ class JetSpecDraftHead(PreTrainedModel):
             (anchor_ids.shape[0], depth + 1 if causal else self.config.block_size), self.config.mask_token_id
         )
         block_ids[:, 0] = anchor_ids
-        noise_embeds = state.embed(block_ids).to(device=self.device, dtype=self.dtype) * self.config.embedding_scale
-        hidden_states = state.run_block(self, noise_embeds)[:, 1 : depth + 1]
-        logits = state.project(hidden_states)
+        hidden_states = state.run_block(self, self.embed(block_ids, state))[:, 1 : depth + 1]
+        return self.finish_logits(state.project(hidden_states))
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Applies `logit_scale` and `final_logit_softcapping` to what the target's `lm_head` returned."""
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         if (cap := self.config.final_logit_softcapping) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    def branch_scores(self, parent_ids: torch.Tensor, candidate_ids: torch.Tensor) -> torch.Tensor:
-        """The branch term `<a_u, b_v>` of every candidate under every parent.
+    def embed(self, token_ids: torch.Tensor, state: "TargetEmbeddings") -> torch.Tensor:
+        """The target's embedding of tokens as the head wants it: in its dtype and on its device, scaled.
 
         Args:
-            parent_ids (`torch.LongTensor` of shape `(batch, parents)`): Tokens `u`.
-            candidate_ids (`torch.LongTensor` of shape `(batch, candidates)`): Tokens `v`.
+            token_ids (`torch.LongTensor` of any shape): Tokens.
+            state (`TargetEmbeddings`): What embeds tokens as the target does.
 
         Returns:
-            `torch.Tensor` of shape `(batch, parents, candidates)`.
-
-        Raises:
-            ValueError: If `config.branch_rank` is 0.
+            `torch.Tensor` of shape `(*token_ids.shape, hidden)`.
         """
-        if not self.config.branch_rank:
-            raise ValueError("`branch_rank` must be at least 1 to score branches, got 0.")
-        device = self.branch_parent.weight.device
-        last = self.config.vocab_size - 1  # the target's embedding and `lm_head` may have more rows than its vocabulary
-        parents = self.branch_parent(parent_ids.to(device).clamp(max=last))
-        children = self.branch_child(candidate_ids.to(device).clamp(max=last))
-        scores: torch.Tensor = parents @ children.transpose(1, 2)
-        return scores.to(parent_ids.device)
+        embeds = state.embed(token_ids).to(device=self.device, dtype=self.dtype)
+        scaled: torch.Tensor = embeds * self.config.embedding_scale
+        return scaled
+
+    def branch_term(self, state: DraftState) -> BranchScores | None:
+        """What paths of the block drafted last add to the draft logits of their children (`tree.build.BranchTerm`).
+
+        Args:
+            state (`DraftState`): The drafting state that [`~JetSpecDraftHead.draft_logits`] was called with.
+
+        Returns:
+            `Callable`, *optional*: `None` if the head has no branch term.
+        """
+        return None if self.branch is None else BranchScores(self.branch, self, state)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Checks that this head can draft for this target.
@@ -361,6 +379,7 @@ class JetSpecDraftHead(PreTrainedModel):
         block_size: int = 16,
         target_layer_ids: list[int] | None = None,
         mask_token_id: int | None = None,
+        draft_token_ids: Sequence[int] | None = None,
         **config: Any,
     ) -> "JetSpecDraftHead":
         """Makes an untrained head that fits a target, in its dtype and on its device.
@@ -372,6 +391,8 @@ class JetSpecDraftHead(PreTrainedModel):
             target_layer_ids (`list[int]`, *optional*): Tapped layers; spread evenly when missing.
             mask_token_id (`int`, *optional*): Row of the target's embedding that fills undrafted positions; the last
                 one that is no special token when missing.
+            draft_token_ids (`Sequence[int]`, *optional*): The tokens the head drafts; all of them when missing. Its
+                output layer, and the time it takes, shrink with them.
             config: Any other field of [`JetSpecConfig`]; widths and heads default to the target's.
 
         Returns:
@@ -385,6 +406,7 @@ class JetSpecDraftHead(PreTrainedModel):
             "block_size": block_size,
             "target_layer_ids": target_layer_ids,
             "mask_token_id": mask_token_id,
+            "draft_vocab_size": None if draft_token_ids is None else len(draft_token_ids),
             **config,
         }
         check_architecture(target)
@@ -393,6 +415,9 @@ class JetSpecDraftHead(PreTrainedModel):
         check_target(target, head_config)
         embeddings = cast(torch.Tensor, target.get_input_embeddings().weight)
         head: Any = cls(head_config)  # the decorator on `PreTrainedModel.to` hides its signature
+        if draft_token_ids is not None:
+            head.draft_token_ids = torch.as_tensor(draft_token_ids, dtype=torch.long)
+            head.check_draft_token_ids()
         head = head.to(embeddings.dtype if embeddings.is_floating_point() else target.dtype).eval()
         placed: JetSpecDraftHead = head if embeddings.device.type == "meta" else head.to(embeddings.device)
         return placed
@@ -429,8 +454,25 @@ class JetSpecDraftHead(PreTrainedModel):
                     f"The tensors of {path} must be exactly those its config describes, got {problem}: "
                     f"{sorted(info[problem])}."
                 )
+        head.check_draft_token_ids()
         head.generation_config = GenerationConfig(**{**DRAFTING_DEFAULTS, **cls._saved_knobs(path, places)})
         return (head, info) if wants_info else head
+
+    def check_draft_token_ids(self) -> None:
+        """Checks that the draft vocabulary is a list of different tokens of the target, in ascending order.
+
+        Raises:
+            ValueError: If it is not; the message has the first offending token.
+        """
+        if self.draft_token_ids is None or self.draft_token_ids.device.type == "meta":
+            return
+        token_ids = self.draft_token_ids.tolist()
+        for before, token in zip([-1, *token_ids], token_ids, strict=False):
+            if not before < token < self.config.vocab_size:
+                raise ValueError(
+                    f"`draft_token_ids` must be different tokens from 0 to {self.config.vocab_size - 1} in ascending "
+                    f"order, got {token} after {before}."
+                )
 
     @staticmethod
     def _saved_knobs(path: Any, places: dict[str, Any]) -> dict[str, Any]:
@@ -446,7 +488,7 @@ class JetSpecDraftHead(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
-        if self.config.branch_rank and module is self.branch_child:
+        if self.branch is not None and module is self.branch.child_proj:
             nn.init.zeros_(module.weight)  # an untrained branch term changes nothing
 
 

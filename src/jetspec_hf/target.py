@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
@@ -124,6 +125,51 @@ def base_model(target: PreTrainedModel) -> PreTrainedModel:
     """
     unwrap = getattr(target, "get_base_model", None)
     return target if unwrap is None else unwrap()
+
+
+class OutputRows:
+    """Some rows of a target's `lm_head`, gathered once: the logits of a draft vocabulary alone.
+
+    Args:
+        target (`PreTrainedModel`): The model to be sped up.
+        token_ids (`torch.LongTensor` of shape `(draft_vocab,)`): The rows.
+    """
+
+    def __init__(self, target: PreTrainedModel, token_ids: torch.Tensor) -> None:
+        lm_head = cast(nn.Module, target.get_output_embeddings())
+        self._weight, self._bias = _rows_of(lm_head, target, token_ids)
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits of shape `(..., draft_vocab)` from states of shape `(..., hidden)`, in their dtype and device."""
+        if self._weight.dtype != hidden_states.dtype or self._weight.device != hidden_states.device:
+            self._weight = self._weight.to(device=hidden_states.device, dtype=hidden_states.dtype)
+            self._bias = None if self._bias is None else self._bias.to(self._weight)
+        return nn.functional.linear(hidden_states, self._weight, self._bias)
+
+
+@torch.no_grad()
+def _rows_of(
+    lm_head: nn.Module, target: PreTrainedModel, token_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows of the weight and the bias; where the weight is packed or elsewhere, what the module makes of unit vectors.
+
+    A subclass of `nn.Linear` may add to its product, as PEFT's adapters do, so only the class itself is read.
+    """
+    hooked = hasattr(lm_head, "_hf_hook") or lm_head._forward_hooks or lm_head._forward_pre_hooks
+    if type(lm_head) is nn.Linear and not hooked:
+        weight, bias = lm_head.weight, cast("torch.Tensor | None", lm_head.bias)
+        if weight.device.type != "meta" and weight.is_floating_point():
+            token_ids = token_ids.to(weight.device)
+            return weight[token_ids], None if bias is None else bias[token_ids]
+    example = target.get_input_embeddings()(torch.zeros(1, 1, dtype=torch.long, device=target.device))[0]
+    origin = torch.zeros_like(example)
+    offset = lm_head(origin)[0]
+    token_ids = token_ids.to(offset.device)
+    columns = []
+    for start in range(0, example.shape[1], 64):  # all unit vectors at once would take hidden x vocabulary numbers
+        units = torch.eye(example.shape[1], dtype=example.dtype, device=example.device)[start : start + 64]
+        columns.append((lm_head(units) - offset)[:, token_ids])
+    return torch.cat(columns).T.contiguous(), offset[token_ids]
 
 
 def unsupported_reason(target: PreTrainedModel) -> str | None:

@@ -188,7 +188,7 @@ def test_the_nodes_are_the_best_of_all_paths_under_a_branch_term(data: st.DataOb
         tree_budget=budget,
         tree_width=width,
         temperature=temperature,
-        branch=lambda parents, tokens: extra[parents[:, :, None], tokens[:, None, :]],
+        branch=lambda _depth, parents, _states, tokens: (extra[parents[:, :, None], tokens[:, None, :]], None),
         branch_candidates=candidates,
     )
 
@@ -219,7 +219,7 @@ def test_large_trees_under_a_branch_term_are_those_of_best_first_search(budget: 
         logits,
         tree_budget=budget,
         tree_width=8,
-        branch=lambda parents, tokens: extra[parents[:, :, None], tokens[:, None, :]],
+        branch=lambda _depth, parents, _states, tokens: (extra[parents[:, :, None], tokens[:, None, :]], None),
         branch_candidates=20,
     )
     for row in range(2):
@@ -342,8 +342,10 @@ def test_among_equally_probable_nodes_the_shallower_stand_first() -> None:
     assert tree.log_probs.tolist() == [[0.0] * 5]
 
 
-def no_branch(parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(*parents.shape, tokens.shape[1], device=parents.device)
+def no_branch(
+    depth: int, parents: torch.Tensor, states: torch.Tensor | None, tokens: torch.Tensor
+) -> tuple[torch.Tensor, None]:
+    return torch.zeros(*parents.shape, tokens.shape[1], device=parents.device), None
 
 
 def test_a_branch_term_of_0_over_all_tokens_changes_nothing() -> None:
@@ -404,8 +406,8 @@ def test_the_logits_are_left_as_they_are() -> None:
         ({"temperature": math.inf}, r"`temperature` must be positive and finite, got inf"),
         ({"temperature": math.nan}, r"`temperature` must be positive and finite, got nan"),
         (
-            {"branch": lambda parents, tokens: torch.zeros(1, 1, 2)},
-            r"`branch` must return shape \(batch, parents, candidates\), here \(1, 1, 9\), got \(1, 1, 2\)",
+            {"branch": lambda depth, parents, states, tokens: (torch.zeros(1, 1, 2), None)},
+            r"`branch` must return scores of shape \(batch, paths, candidates\), here \(1, 1, 9\), got \(1, 1, 2\)",
         ),
     ],
 )

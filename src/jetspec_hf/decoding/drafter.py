@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from ..modeling_jetspec import DRAFTING_DEFAULTS, JetSpecDraftHead
+from ..target import OutputRows
 from ..tree import TokenTree, build_tree
 
 AUTO_TREE_BUDGET = 32
@@ -221,9 +222,15 @@ class DraftingState:
         anchor_positions (`torch.LongTensor` of shape `(batch,)`): Absolute positions of the anchors in their unpadded
             sequences.
         draft_depth (`int`): Depth wanted of the next draft.
+        block_states (`torch.Tensor` of shape `(batch, block, hidden)`, *optional*): The head's states of the last
+            block.
     """
 
-    def __init__(self, target: PreTrainedModel, context: DraftContext, draft_depth: int) -> None:
+    def __init__(
+        self, target: PreTrainedModel, head: JetSpecDraftHead, context: DraftContext, draft_depth: int
+    ) -> None:
+        token_ids = head.draft_token_ids
+        self._rows = None if token_ids is None else OutputRows(target, token_ids)
         self._embeddings: nn.Module = target.get_input_embeddings()
         self._lm_head: nn.Module = target.get_output_embeddings()
         self._target_dtype: torch.dtype | None = None
@@ -231,6 +238,8 @@ class DraftingState:
         self.context = context
         self.draft_depth = draft_depth
         self.anchor_positions = torch.zeros(context.batch_size, dtype=torch.long)
+        self.block_states: torch.Tensor | None = None
+        self.branch_table: torch.Tensor | None = None
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The target's own embedding of these tokens, called as a module (its weight may be packed or offloaded)."""
@@ -239,7 +248,9 @@ class DraftingState:
         return embeds
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The target's own `lm_head` over these states."""
+        """The target's own `lm_head` over these states: its rows of the draft vocabulary, where there is one."""
+        if self._rows is not None:
+            return self._rows(hidden_states)
         if self._target_dtype is not None:
             hidden_states = hidden_states.to(device=self._lm_head_device(), dtype=self._target_dtype)
         logits: torch.Tensor = self._lm_head(hidden_states)
@@ -247,7 +258,8 @@ class DraftingState:
 
     def run_block(self, head: JetSpecDraftHead, noise_embeds: torch.Tensor) -> torch.Tensor:
         """`head.forward` over the block after the committed context; the block leaves no trace."""
-        return self.context.run_block(head, noise_embeds, self.anchor_positions)
+        self.block_states = self.context.run_block(head, noise_embeds, self.anchor_positions)
+        return self.block_states
 
     def _lm_head_device(self) -> torch.device | None:
         """Where the `lm_head` wants its input: its weight's device, or the embeddings' if the weight is offloaded."""
@@ -277,7 +289,7 @@ class Drafter:
         if context is None or not context.fits(head, batch_size, length):
             context = DraftContext(head, batch_size, length)
         self._context = context
-        self._state = DraftingState(target, context, knobs.draft_depth)
+        self._state = DraftingState(target, head, context, knobs.draft_depth)
 
     def see(self, committed: CommittedTokens) -> None:
         """Takes in the features of newly committed tokens."""
@@ -318,13 +330,15 @@ class Drafter:
         """
         knobs = self._knobs
         budget = knobs.tree_budget if most_nodes is None else min(knobs.tree_budget, most_nodes)
+        drafted = self._head.draft_token_ids
         return build_tree(
             anchor_ids,
             draft_logits,
             tree_budget=budget,
             tree_width=knobs.tree_width,
             temperature=knobs.temperature,
-            branch=self._head.branch_scores if self._head.config.branch_rank else None,
+            branch=self._head.branch_term(self._state),
+            token_ids=None if drafted is None else drafted.to(anchor_ids.device),
         )
 
     @property

@@ -4,13 +4,13 @@ Paper (arXiv 2606.18394): the draft tree and its verification. This package need
 of the library.
 """
 
-from .build import BranchScores, build_tree
+from .build import BranchTerm, build_tree
 from .mask import tree_attention_mask, tree_position_ids
 from .picture import TreePicture, draw_tree
 from .token_tree import TokenTree
 
 __all__ = [
-    "BranchScores",
+    "BranchTerm",
     "TokenTree",
     "TreePicture",
     "build_tree",

@@ -8,14 +8,33 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
 from .token_tree import TokenTree
 
-# (parent_ids (batch, parents), candidate_ids (batch, candidates)) -> what to add to each candidate's logit under each
-# parent (batch, parents, candidates).
-BranchScores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+class BranchTerm(Protocol):
+    """What a path adds to the draft logits of its children."""
+
+    def __call__(
+        self, depth: int, parent_ids: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scores the candidates of one depth under every kept path.
+
+        Args:
+            depth (`int`): Row of the draft logits, from 0.
+            parent_ids (`torch.LongTensor` of shape `(batch, paths)`): The last token of each path.
+            states (`torch.Tensor` of shape `(batch, paths, state)`, *optional*): What this returned for the path's
+                parent; `None` at the root.
+            columns (`torch.LongTensor` of shape `(batch, candidates)`): Columns of the draft logits.
+
+        Returns:
+            `tuple`: What to add to each candidate's logit, of shape `(batch, paths, candidates)`, and the paths'
+            states, handed on to their children; `None` if it keeps none.
+        """
+
 
 # A smaller vocabulary is sorted faster than it is divided into blocks, of which as many are compared at once.
 _SMALL_VOCABULARY, _LANES = 8192, 64
@@ -29,8 +48,9 @@ def build_tree(
     tree_budget: int,
     tree_width: int,
     temperature: float = 1.0,
-    branch: BranchScores | None = None,
+    branch: BranchTerm | None = None,
     branch_candidates: int = 256,
+    token_ids: torch.Tensor | None = None,
 ) -> TokenTree:
     """Return the tree of the `tree_budget` nodes with the highest path probability under the draft.
 
@@ -59,12 +79,13 @@ def build_tree(
         temperature (`float`, *optional*, defaults to 1.0):
             What to divide the logits by. Pass the temperature that the target samples with, and 1.0 for greedy
             decoding.
-        branch (`Callable`, *optional*):
-            Maps parents' tokens `(batch, parents)` and a depth's candidates `(batch, candidates)` to what each parent
-            adds to each candidate's logit, `(batch, parents, candidates)`. It is called once for each depth.
+        branch ([`BranchTerm`], *optional*):
+            Tells what a path adds to the logits of its children. It is called once for each depth.
         branch_candidates (`int`, *optional*, defaults to 256):
             The number of best tokens of a depth, by `draft_logits`, that `branch` chooses among. Unused without
             `branch`.
+        token_ids (`torch.LongTensor` of shape `(vocabulary,)`, *optional*):
+            The token of each column of `draft_logits`, if the head drafts over a part of the target's vocabulary.
 
     Returns:
         [`TokenTree`]: `1 + min(tree_budget, size of the whole tree)` nodes in each row.
@@ -91,21 +112,25 @@ def build_tree(
     if branch is None:
         children = _children_by_depth(draft_logits, width, temperature)
     else:
-        children = _children_by_parent(draft_logits, width, temperature, branch, branch_candidates)
+        children = _children_by_path(draft_logits, width, temperature, branch, branch_candidates)
 
     levels = [_Level.root(anchor_ids)]
     for depth in range(depth_limit):
-        levels.append(_best_children(levels[-1], *children(depth, levels[-1].token_ids), limit=tree_budget - depth))
+        levels.append(_best_children(levels[-1], children(depth, levels[-1]), token_ids, limit=tree_budget - depth))
     return _best_nodes(levels, tree_budget)
 
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """The paths kept at one depth: tensors of shape `(batch, paths)`; `parents` counts within the level above."""
+    """The paths kept at one depth: tensors of shape `(batch, paths)`; `parents` counts within the level above.
+
+    `states`, of shape `(batch, paths, state)`, are those of the paths' parents under a branch term.
+    """
 
     token_ids: torch.Tensor
     parents: torch.Tensor
     log_probs: torch.Tensor
+    states: torch.Tensor | None = None
 
     @classmethod
     def root(cls, anchor_ids: torch.Tensor) -> "_Level":
@@ -114,17 +139,28 @@ class _Level:
         return cls(token_ids, torch.zeros_like(token_ids), torch.zeros_like(token_ids, dtype=torch.float32))
 
 
-def _best_children(level: _Level, log_probs: torch.Tensor, token_ids: torch.Tensor, limit: int) -> _Level:
-    """Keep the `limit` best paths of one step more.
+@dataclass(frozen=True, eq=False)
+class _Children:
+    """The children that paths may have: tensors of shape `(batch, paths, width)`, or `(batch, 1, width)` if all paths
+    have the same. No log-probability is above 0 or NaN. `states` are those of the paths.
+    """  # noqa: D205  # one sentence is too long for a line
 
-    The children's tensors have shape `(batch, paths, width)`, or `(batch, 1, width)` if all paths have the same
-    children.
-    """
-    path_log_probs = level.log_probs[:, :, None] + log_probs
+    log_probs: torch.Tensor
+    columns: torch.Tensor
+    states: torch.Tensor | None = None
+
+
+def _best_children(level: _Level, children: _Children, token_ids: torch.Tensor | None, limit: int) -> _Level:
+    """Keep the `limit` best paths of one step more."""
+    path_log_probs = level.log_probs[:, :, None] + children.log_probs
     paths, width = path_log_probs.shape[1:]
     best, chosen = path_log_probs.flatten(1).topk(min(limit, paths * width), dim=1)
-    token_ids = token_ids.expand(-1, paths, -1).flatten(1).gather(1, chosen)
-    return _Level(token_ids, chosen // width, best)
+    columns = children.columns.expand(-1, paths, -1).flatten(1).gather(1, chosen)
+    parents = chosen // width
+    states = children.states
+    if states is not None:
+        states = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[2]))
+    return _Level(columns if token_ids is None else token_ids[columns], parents, best, states)
 
 
 def _best_nodes(levels: list[_Level], tree_budget: int) -> TokenTree:
@@ -151,41 +187,38 @@ def _best_nodes(levels: list[_Level], tree_budget: int) -> TokenTree:
     )
 
 
-# (depth, parent_ids (batch, paths)) -> log-probabilities and tokens of each path's children, (batch, paths, width), or
-# (batch, 1, width) if all paths have the same. No log-probability is above 0 or NaN.
-_Children = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-def _children_by_depth(draft_logits: torch.Tensor, width: int, temperature: float) -> _Children:
+def _children_by_depth(
+    draft_logits: torch.Tensor, width: int, temperature: float
+) -> Callable[[int, _Level], _Children]:
     """Score children by their depth and token."""
-    best, token_ids = _best_tokens(draft_logits, width)
+    best, columns = _best_tokens(draft_logits, width)
 
-    def children(depth: int, parent_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def children(depth: int, level: _Level) -> _Children:
         log_probs = _log_probs_of_best(best[:, depth], draft_logits[:, depth], temperature)
-        return log_probs[:, None], token_ids[:, None, depth]
+        return _Children(log_probs[:, None], columns[:, None, depth])
 
     return children
 
 
-def _children_by_parent(
-    draft_logits: torch.Tensor, width: int, temperature: float, branch: BranchScores, branch_candidates: int
-) -> _Children:
-    """Score children by their depth, token and parent's token."""
-    logits, candidate_ids = _best_tokens(draft_logits, min(branch_candidates, draft_logits.shape[2]))
+def _children_by_path(
+    draft_logits: torch.Tensor, width: int, temperature: float, branch: BranchTerm, branch_candidates: int
+) -> Callable[[int, _Level], _Children]:
+    """Score children by their depth, token and the path that leads to them."""
+    logits, candidates = _best_tokens(draft_logits, min(branch_candidates, draft_logits.shape[2]))
     logits = _at_least_float32(logits)
 
-    def children(depth: int, parent_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        extra = branch(parent_ids, candidate_ids[:, depth])
-        expected = (*parent_ids.shape, candidate_ids.shape[2])
+    def children(depth: int, level: _Level) -> _Children:
+        extra, states = branch(depth, level.token_ids, level.states, candidates[:, depth])
+        expected = (*level.token_ids.shape, candidates.shape[2])
         if extra.shape != expected:
             raise ValueError(
-                f"`branch` must return shape (batch, parents, candidates), here {expected}, got {tuple(extra.shape)}: "
-                "return what each parent's token adds to the logit of each candidate."
+                f"`branch` must return scores of shape (batch, paths, candidates), here {expected}, got "
+                f"{tuple(extra.shape)}: return what each path adds to the logit of each candidate."
             )
         scores = logits[:, None, depth] + extra
         best, chosen = scores.topk(min(width, expected[2]), dim=2)
-        token_ids = candidate_ids[:, None, depth].expand(expected).gather(2, chosen)
-        return _log_probs_of_best(best, scores, temperature), token_ids
+        columns = candidates[:, None, depth].expand(expected).gather(2, chosen)
+        return _Children(_log_probs_of_best(best, scores, temperature), columns, states)
 
     return children
 
