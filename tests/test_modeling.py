@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers.cache_utils import DFlashCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from jetspec_hf import JetSpecConfig, JetSpecDraftHead, JetSpecHead
-from jetspec_hf.decoding.drafter import GrowingKeyValueCache
+from jetspec_hf.decoding.drafter import DraftContext, DraftingState, GrowingKeyValueCache
 from support.tiny_targets import ARCHITECTURES, tiny_target
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -299,3 +300,120 @@ def test_a_causal_head_drafts_fewer_tokens_from_a_shorter_block_with_the_same_lo
     whole = head.draft_logits(torch.tensor([5]), state)
     state.draft_depth = depth
     assert (head.draft_logits(torch.tensor([5]), state) - whole[:, :depth]).abs().max() < 1e-4
+
+
+# A part of the vocabulary ---------------------------------------------------------------------------------------------
+
+# Half precision rounds most of these.
+LARGE_IDS = [0, 1, 257, 4099, 65_537, 99_998, 99_999]
+
+
+def large_head(**fields: Any) -> JetSpecDraftHead:
+    fields = {"vocab_size": 100_000, "mask_token_id": 9, "draft_vocab_size": len(LARGE_IDS), **fields}
+    head = make_head(**fields)
+    head.draft_token_ids = torch.tensor(LARGE_IDS)
+    return head
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_draft_vocabulary_is_saved_and_loaded_to_the_last_digit(tmp_path: Path, dtype: torch.dtype) -> None:
+    head = large_head(branch_rank=2).to(dtype)
+    assert head.draft_token_ids.tolist() == LARGE_IDS
+    head.save_pretrained(tmp_path)
+    for load_dtype in ("auto", torch.float32, torch.bfloat16, torch.float16):
+        for loader in (JetSpecHead, AutoModel):
+            loaded = loader.from_pretrained(tmp_path, dtype=load_dtype)
+            assert loaded.draft_token_ids.dtype == torch.long
+            assert loaded.draft_token_ids.tolist() == LARGE_IDS
+            assert loaded.config.draft_vocab_size == len(LARGE_IDS)
+            assert loaded.dtype == (dtype if load_dtype == "auto" else load_dtype)
+
+
+def test_a_copied_or_halved_head_keeps_its_draft_vocabulary() -> None:
+    head = large_head()
+    for other in (copy.deepcopy(head), head.half(), head.bfloat16(), head.double()):
+        assert other.draft_token_ids.dtype == torch.long
+        assert other.draft_token_ids.tolist() == LARGE_IDS
+
+
+def test_a_head_without_a_draft_vocabulary_saves_none(tmp_path: Path) -> None:
+    make_head().save_pretrained(tmp_path)
+    assert "draft_token_ids" not in load_file(tmp_path / "model.safetensors")
+    assert JetSpecHead.from_pretrained(tmp_path).draft_token_ids is None
+
+
+@pytest.mark.parametrize(
+    "token_ids", [[3, 5, 127], (0,), range(128), torch.tensor([4, 9]), torch.tensor([4, 9], dtype=torch.int32)]
+)
+def test_a_head_is_made_with_the_tokens_it_shall_draft(target: PreTrainedModel, token_ids: Any) -> None:
+    head = JetSpecDraftHead.from_target(target, num_hidden_layers=1, draft_token_ids=token_ids)
+    assert head.draft_token_ids.dtype == torch.long
+    assert head.draft_token_ids.tolist() == [int(token) for token in token_ids]
+    assert head.config.draft_vocab_size == len(token_ids)
+
+
+REFUSED_LISTS = {
+    "unsorted": ([3, 9, 7, 20], "7 after 9"),
+    "repeated": ([3, 9, 9, 20], "9 after 9"),
+    "below 0": ([-2, 3, 9, 20], "-2"),
+    "beyond the vocabulary": ([3, 9, 20, 128], "128 after 20"),
+}
+refused_lists = pytest.mark.parametrize(("token_ids", "message"), REFUSED_LISTS.values(), ids=list(REFUSED_LISTS))
+
+
+@refused_lists
+def test_a_wrong_draft_vocabulary_is_refused_with_its_first_wrong_token(
+    target: PreTrainedModel, token_ids: list[int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"`draft_token_ids` must be .* 0 to 127 .*{message}"):
+        JetSpecDraftHead.from_target(target, num_hidden_layers=1, draft_token_ids=token_ids)
+
+
+def test_an_empty_draft_vocabulary_is_refused(target: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"`draft_vocab_size` must be `None` or an integer from 1 .* got 0"):
+        JetSpecDraftHead.from_target(target, num_hidden_layers=1, draft_token_ids=[])
+
+
+def test_a_draft_vocabulary_of_another_size_than_asked_for_is_refused(target: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"`draft_token_ids` must have `draft_vocab_size=3` tokens, got 2"):
+        JetSpecDraftHead.from_target(target, num_hidden_layers=1, draft_token_ids=[3, 4], draft_vocab_size=3)
+
+
+@refused_lists
+def test_a_checkpoint_with_a_wrong_draft_vocabulary_is_refused(
+    tmp_path: Path, token_ids: list[int], message: str
+) -> None:
+    head = make_head(draft_vocab_size=4)
+    head.draft_token_ids = torch.tensor(token_ids)
+    head.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"`draft_token_ids` must be .* 0 to 127 .*{message}"):
+        JetSpecHead.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("problem", ["missing", "shorter", "unexpected"])
+def test_a_checkpoint_whose_draft_vocabulary_is_not_that_of_its_config_is_refused(tmp_path: Path, problem: str) -> None:
+    head = make_head(draft_vocab_size=None if problem == "unexpected" else 4)
+    head.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("draft_token_ids", None)
+    if problem != "missing":
+        tensors["draft_token_ids"] = torch.arange(3)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises((ValueError, RuntimeError), match="draft_token_ids"):
+        JetSpecHead.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [{}, {"logit_scale": 0.5, "final_logit_softcapping": 2.0}])
+def test_a_draft_vocabulary_gives_the_columns_of_its_tokens(target: PreTrainedModel, fields: dict[str, Any]) -> None:
+    drafted = [3, 5, 70, 71, 127]
+    make = functools.partial(JetSpecDraftHead.from_target, target, num_hidden_layers=1, block_size=BLOCK, **fields)
+    part, whole = make(draft_token_ids=drafted), make()
+    whole.load_state_dict({name: value for name, value in part.state_dict().items() if name != "draft_token_ids"})
+    logits = {}
+    for head in (part, whole):
+        state = DraftingState(target, head, DraftContext(head, 2, 0), BLOCK - 1)
+        logits[head] = head.draft_logits(torch.tensor([5, 6]), state)
+    assert logits[part].shape == (2, BLOCK - 1, len(drafted))
+    torch.testing.assert_close(logits[part], logits[whole][..., drafted], rtol=0, atol=1e-5)

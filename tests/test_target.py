@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from accelerate import cpu_offload
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import GPTNeoConfig, GPTNeoForCausalLM
+from transformers import GPTNeoConfig, GPTNeoForCausalLM, PreTrainedModel
 
 import jetspec_hf.target as target_module
 from jetspec_hf import JetSpecDraftHead, check_target
 from jetspec_hf.target import (
     AttentionKind,
+    OutputRows,
     attention_kinds,
     decoder_layers,
     length_limit_reason,
@@ -189,3 +194,122 @@ def test_longrope_may_not_cross_its_switch(length: int, max_length: int, refused
 def test_llama4_temperature_tuning_limits_the_length(max_length: int, refused: bool) -> None:
     target = tiny_target("llama4_text", attn_temperature_tuning=True, floor_scale=32)
     assert (length_limit_reason(target, 5, max_length) is not None) is refused
+
+
+# Some rows of the lm_head ---------------------------------------------------------------------------------------------
+
+
+class PackedLinear(nn.Module):
+    """A quantised layer as libraries make them: no `nn.Linear`, and no weight that could be read as one."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scales = nn.Buffer(linear.weight.detach().abs().amax(dim=1) / 127)
+        self.weight = nn.Buffer((linear.weight.detach() / self.scales[:, None]).round().to(torch.int8))
+        self.dtype = dtype
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return (states.float() @ (self.weight.float() * self.scales[:, None]).T).to(self.dtype)
+
+
+class ScaledLinear(nn.Linear):
+    """A subclass that does more than its weight says."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(states) * 0.5
+
+
+def with_lm_head(make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
+    target = tiny_target("llama")
+    target.lm_head = make(target.lm_head)
+    return target
+
+
+def with_bias(linear: nn.Linear) -> nn.Linear:
+    linear.bias = nn.Parameter(torch.randn(linear.out_features))
+    return linear
+
+
+def scaled(linear: nn.Linear) -> nn.Linear:
+    other = ScaledLinear(linear.in_features, linear.out_features)
+    with torch.no_grad():
+        other.weight.copy_(linear.weight)
+    return other
+
+
+def hooked(linear: nn.Linear) -> nn.Linear:
+    linear.register_forward_hook(lambda _module, _args, output: output * 2 + 1)
+    return linear
+
+
+def adapted(lora: bool) -> PreTrainedModel:
+    """A model whose `lm_head` has an adapter, or is saved as a whole; its weights are far from the base model's."""
+    fields: dict[str, Any] = {"target_modules": ["lm_head"]} if lora else {"modules_to_save": ["lm_head"]}
+    config = LoraConfig(r=4, init_lora_weights=False, **{"target_modules": ["q_proj"], **fields})
+    target = get_peft_model(tiny_target("llama"), config).eval()
+    for name, weight in target.named_parameters():
+        if "modules_to_save" in name:
+            nn.init.normal_(weight)
+    return target.base_model.model
+
+
+LM_HEADS: dict[str, Callable[[], PreTrainedModel]] = {
+    "plain": lambda: tiny_target("llama"),
+    "tied": lambda: tiny_target("qwen3", tie_word_embeddings=True),
+    "bias": lambda: with_lm_head(with_bias),
+    "bias of its architecture": lambda: tiny_target("phi"),
+    "quantised": lambda: with_lm_head(lambda linear: PackedLinear(linear, torch.float32)),
+    "subclass": lambda: with_lm_head(scaled),
+    "hooked": lambda: with_lm_head(hooked),
+    "offloaded": lambda: with_lm_head(lambda linear: cpu_offload(with_bias(linear), execution_device="cpu")),
+    "adapter": lambda: adapted(lora=True),
+    "saved as a whole": lambda: adapted(lora=False),
+}
+DRAFTED = torch.tensor([0, 5, 6, 63, 64, 100, 127])
+# peft 0.21.2 reads an attribute that transformers 5.24 has renamed
+with_peft = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@with_peft
+@pytest.mark.parametrize("make", LM_HEADS.values(), ids=list(LM_HEADS))
+def test_rows_of_the_lm_head_give_its_own_logits_of_their_tokens(make: Callable[[], PreTrainedModel]) -> None:
+    target = make()
+    states = torch.randn(2, 3, target.get_input_embeddings().weight.shape[1], requires_grad=True)
+    logits = OutputRows(target, DRAFTED)(states)
+    expected = target.get_output_embeddings()(states)[..., DRAFTED]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+    gradient, expected_gradient = (
+        torch.autograd.grad(values.square().sum(), states)[0] for values in (logits, expected)
+    )
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-3)
+
+
+@with_peft
+@pytest.mark.parametrize("name", ["plain", "bias", "quantised", "adapter"])
+def test_rows_of_a_half_precision_lm_head_are_right_within_its_rounding(name: str) -> None:
+    target = LM_HEADS[name]().to(torch.bfloat16)
+    if name == "quantised":
+        target.lm_head.dtype = torch.bfloat16
+    states = torch.randn(5, target.config.hidden_size, dtype=torch.bfloat16)
+    logits = OutputRows(target, DRAFTED)(states)
+    expected = target.get_output_embeddings()(states)[..., DRAFTED]
+    assert logits.dtype == torch.bfloat16
+    # Logits are up to 6 here, with 2 ** -6 between neighbours; the adapter's rounding enters twice.
+    torch.testing.assert_close(logits, expected, rtol=2**-6, atol=2**-5)
+
+
+def test_rows_work_in_the_precision_of_the_states_they_get() -> None:
+    target = tiny_target("llama").to(torch.bfloat16)
+    rows, states = OutputRows(target, DRAFTED), torch.randn(5, target.config.hidden_size)
+    expected = states @ target.lm_head.weight[DRAFTED].float().T
+    assert torch.equal(rows(states), expected)
+    assert rows(states.to(torch.bfloat16)).dtype == torch.bfloat16
+    assert torch.equal(rows(states), expected)  # which were rounded to half precision to begin with
+
+
+def test_rows_leave_the_lm_head_as_it_is() -> None:
+    target = tiny_target("llama")
+    weight = target.lm_head.weight
+    OutputRows(target, DRAFTED)(torch.randn(2, target.config.hidden_size, dtype=torch.float64))
+    assert target.lm_head.weight is weight
+    assert (weight.dtype, weight.requires_grad, weight.grad) == (torch.float32, True, None)

@@ -462,11 +462,17 @@ class JetSpecDraftHead(PreTrainedModel):
         """Checks that the draft vocabulary is a list of different tokens of the target, in ascending order.
 
         Raises:
-            ValueError: If it is not; the message has the first offending token.
+            ValueError: If it is not; the message has the first offending token. Or if it is not as long as the config
+                says.
         """
         if self.draft_token_ids is None or self.draft_token_ids.device.type == "meta":
             return
         token_ids = self.draft_token_ids.tolist()
+        if len(token_ids) != self.config.draft_vocab_size:
+            raise ValueError(
+                f"`draft_token_ids` must have `draft_vocab_size={self.config.draft_vocab_size}` tokens, got "
+                f"{len(token_ids)}."
+            )
         for before, token in zip([-1, *token_ids], token_ids, strict=False):
             if not before < token < self.config.vocab_size:
                 raise ValueError(

@@ -54,8 +54,10 @@ class OracleHead(JetSpecDraftHead):
         return self
 
     def draft_logits(self, anchor_ids: torch.Tensor, state: Any) -> torch.Tensor:
-        """Logits of shape `(batch, block_size - 1, vocab)`."""
+        """Logits of shape `(batch, block_size - 1, vocab)`, or of the draft vocabulary's columns alone."""
         self.calls += 1
+        if self.branch is not None:
+            super().draft_logits(anchor_ids, state)  # the branch term reads the states of the head's own block
         positions = state.anchor_positions.tolist()
         assert len(positions) == len(self.texts) == anchor_ids.shape[0]
         if self.must_match:
@@ -69,7 +71,8 @@ class OracleHead(JetSpecDraftHead):
         for row, (position, text) in enumerate(zip(positions, self.texts, strict=True)):
             for index, token in enumerate(text[position + 1 : position + 1 + shape[1]]):
                 logits[row, index, token] = RANKED_LOGITS[places[row][index]] + 1.0 if right[row][index] else NEVER
-        return logits.to(anchor_ids.device)
+        drafted = logits if self.draft_token_ids is None else logits[..., self.draft_token_ids.cpu()]
+        return drafted.to(anchor_ids.device)
 
     def _places(self, shape: tuple[int, int]) -> list[list[int]]:
         runner_up = torch.rand(shape, generator=self.draws) < self.runner_up_rate

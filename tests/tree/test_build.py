@@ -5,6 +5,7 @@ Both oracles compute in double precision with Python's floats and know nothing o
 
 import heapq
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 from jetspec_hf.tree import TokenTree, build_tree
 
 Path = tuple[int, ...]
-Children = Callable[[int, int], dict[int, float]]  # depth, parent's token -> log-probability of every candidate
+Children = Callable[[Path], dict[int, float]]  # path from the anchor on -> log-probability of every candidate
 
 # Sums of up to 15 float32 numbers against sums in double precision; large sums are exact to as many digits.
 TOLERANCE, DIGITS = 2e-5, 1e-6
+STATE = 3  # numbers in the state of a branch term
 
 
 def log_softmax(scores: list[float]) -> list[float]:
@@ -33,17 +35,28 @@ def log_softmax(scores: list[float]) -> list[float]:
 def by_depth(logits: list[list[float]], temperature: float) -> Children:
     """Score children by depth and token."""
     scores = [dict(enumerate(log_softmax([logit / temperature for logit in row]))) for row in logits]
-    return lambda depth, parent: scores[depth]
+    return lambda path: scores[len(path) - 1]
 
 
 def by_parent(logits: list[list[float]], temperature: float, extra: list[list[float]], candidates: int) -> Children:
     """Score children by depth, token and the parent's token, among the best candidates of the depth."""
+    return by_path(logits, temperature, lambda path: extra[path[-1]], candidates, list(range(len(logits[0]))))
 
-    def children(depth: int, parent: int) -> dict[int, float]:
-        row = logits[depth]
-        tokens = sorted(range(len(row)), key=lambda token: -row[token])[:candidates]
-        scores = log_softmax([(row[token] + extra[parent][token]) / temperature for token in tokens])
-        return dict(zip(tokens, scores, strict=True))
+
+def by_path(
+    logits: list[list[float]],
+    temperature: float,
+    extra: Callable[[Path], list[float]],
+    candidates: int,
+    token_ids: list[int],
+) -> Children:
+    """Score children by depth, token and the whole path, among the best candidates of the depth."""
+
+    def children(path: Path) -> dict[int, float]:
+        row, more = logits[len(path) - 1], extra(path)
+        columns = sorted(range(len(row)), key=lambda column: -row[column])[:candidates]
+        scores = log_softmax([(row[column] + more[column]) / temperature for column in columns])
+        return dict(zip([token_ids[column] for column in columns], scores, strict=True))
 
     return children
 
@@ -58,7 +71,7 @@ def all_paths(
     """List every path below `path`, whose first token is the anchor."""
     if len(path) > depth:
         return
-    for token, score in best(children(len(path) - 1, path[-1]), width):
+    for token, score in best(children(path), width):
         yield (*path, token), log_prob + score
         yield from all_paths(children, depth, width, (*path, token), log_prob + score)
 
@@ -71,7 +84,7 @@ def best_first(children: Children, depth: int, width: int, anchor: int, budget: 
         cost, path = heapq.heappop(frontier)
         popped.append(-cost)
         if len(path) <= depth:
-            for token, score in best(children(len(path) - 1, path[-1]), width):
+            for token, score in best(children(path), width):
                 heapq.heappush(frontier, (cost - score, (*path, token)))
     return popped[1:]
 
@@ -102,7 +115,7 @@ def check_row(
     assert log_probs[0] == 0.0
     assert log_probs == sorted(log_probs, reverse=True)
     for node, parent in enumerate(tree.parents[row].tolist()[1:], start=1):
-        scores = children(len(paths[parent]) - 1, paths[parent][-1])
+        scores = children(paths[parent])
         score = scores[paths[node][-1]]
         assert log_probs[node] == near(log_probs[parent] + score)
         assert log_probs[node] <= log_probs[parent]
@@ -201,6 +214,80 @@ def test_the_nodes_are_the_best_of_all_paths_under_a_branch_term(data: st.DataOb
         check_row(tree, row, children, width, every[:budget], tolerance)
 
 
+class Recurrence:
+    """A branch term whose state is a function of the whole path, and of its order: `s = tanh(M s' + e_u + p_d)`."""
+
+    def __init__(self, depth: int, tokens: int, columns: int, generator: torch.Generator, scale: float) -> None:
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        self.matrix, self.embeds, self.places = random(STATE, STATE), random(tokens, STATE), random(depth, STATE)
+        self.factors = random(columns, STATE) * scale
+
+    def __call__(
+        self, depth: int, parent_ids: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The term as `build_tree` asks for it."""
+        assert (states is None) == (depth == 0)
+        inputs = self.embeds[parent_ids] + self.places[depth]
+        states = (inputs if states is None else inputs + states @ self.matrix.T).tanh()
+        return states @ self.factors[columns].transpose(1, 2), states
+
+    def along(self, path: Path) -> list[float]:
+        """What it adds to every column below a path, in Python's floats."""
+        matrix, embeds, places = as_stored(self.matrix), as_stored(self.embeds), as_stored(self.places)
+        state = [0.0] * STATE
+        for token, place in zip(path, places, strict=False):
+            state = [
+                math.tanh(embeds[token][i] + place[i] + math.fsum(matrix[i][j] * state[j] for j in range(STATE)))
+                for i in range(STATE)
+            ]
+        return [math.fsum(map(operator.mul, state, factors)) for factors in as_stored(self.factors)]
+
+    def to(self, device: str) -> "Recurrence":
+        """Moves it."""
+        vars(self).update({name: value.to(device) for name, value in vars(self).items()})
+        return self
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_the_nodes_are_the_best_of_all_paths_under_a_branch_term_with_states(data: st.DataObject) -> None:
+    batch = data.draw(st.integers(1, 3), label="batch")
+    depth = data.draw(st.integers(1, 4), label="depth")
+    vocabulary = data.draw(st.integers(1, 5), label="vocabulary")
+    width = data.draw(st.integers(1, 6), label="width")
+    candidates = data.draw(st.integers(1, 6), label="candidates")
+    budget = data.draw(st.integers(0, 40) | st.just(1000), label="budget")
+    temperature = data.draw(st.sampled_from([1.0, 0.3, 2.5]), label="temperature")
+    scale = data.draw(st.sampled_from([0.3, 3.0]), label="scale of the branch term")
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1), label="seed"))
+    token_ids = None
+    if data.draw(st.booleans(), label="draft vocabulary"):
+        token_ids = torch.randperm(9, generator=generator)[:vocabulary]  # sorted or not, and the anchor may be in it
+    logits = torch.rand(batch, depth, vocabulary, generator=generator).argsort(dim=-1) * 0.75
+    recurrence = Recurrence(depth, 9, vocabulary, generator, scale)
+    anchors = torch.randint(9, (batch,), generator=generator)
+
+    tree = build_tree(
+        anchors,
+        logits,
+        tree_budget=budget,
+        tree_width=width,
+        temperature=temperature,
+        branch=recurrence,
+        branch_candidates=candidates,
+        token_ids=token_ids,
+    )
+
+    columns = list(range(vocabulary)) if token_ids is None else token_ids.tolist()
+    for row, anchor in enumerate(anchors.tolist()):
+        children = by_path(as_stored(logits[row]), temperature, recurrence.along, candidates, columns)
+        every = sorted((log_prob for _, log_prob in all_paths(children, depth, width, (anchor,))), reverse=True)
+        assert tree.num_nodes == 1 + min(budget, len(every))
+        check_row(tree, row, children, width, every[:budget])
+
+
 @pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
 @pytest.mark.parametrize("budget", [60, 256])
 def test_large_trees_are_those_of_best_first_search(budget: int, scale: float) -> None:
@@ -225,6 +312,52 @@ def test_large_trees_under_a_branch_term_are_those_of_best_first_search(budget: 
     for row in range(2):
         children = by_parent(as_stored(logits[row]), 1.0, as_stored(extra), 20)
         check_row(tree, row, children, 8, best_first(children, 15, 8, row + 1, budget))
+
+
+@pytest.mark.parametrize("budget", [60, 256])
+def test_large_trees_under_a_branch_term_with_states_are_those_of_best_first_search(budget: int) -> None:
+    logits = torch.randn(2, 15, 50) * 3
+    recurrence = Recurrence(15, 50, 50, torch.Generator().manual_seed(0), scale=1.0)
+    anchors = torch.tensor([1, 2])
+    tree = build_tree(anchors, logits, tree_budget=budget, tree_width=8, branch=recurrence, branch_candidates=20)
+    for row, anchor in enumerate(anchors.tolist()):
+        children = by_path(as_stored(logits[row]), 1.0, recurrence.along, 20, list(range(50)))
+        check_row(tree, row, children, 8, best_first(children, 15, 8, anchor, budget))
+
+
+def test_a_state_is_that_of_the_paths_own_parent() -> None:
+    # The state is the number that the path's tokens spell after the anchor, which a child's score must find again.
+    states_seen = []
+
+    def spelled(
+        depth: int, parents: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states = parents[:, :, None] if states is None else 10 * states + parents[:, :, None]
+        states_seen.append(states[..., 0].tolist())
+        return torch.zeros(*parents.shape, columns.shape[1]), states
+
+    # Depth 1: 0.6, 0.4; depth 2: 0.9, 0.1: the paths below which depth 3 is scored are 0.54, 0.36, 0.06 and 0.04.
+    logits = torch.tensor([[[0.6, 0.4], [0.1, 0.9], [0.5, 0.5]]]).log()
+    build_tree(
+        torch.tensor([5]),
+        logits,
+        tree_budget=20,
+        tree_width=2,
+        branch=spelled,
+        token_ids=torch.tensor([3, 8]),
+    )
+    assert states_seen == [[[5]], [[53, 58]], [[538, 588, 533, 583]]]
+
+
+def test_columns_are_renamed_to_the_tokens_they_stand_for() -> None:
+    logits, anchors = torch.randn(2, 4, 6), torch.tensor([9, 0])
+    token_ids = torch.tensor([4, 0, 7, 100, 99, 5])
+    plain = build_tree(anchors, logits, tree_budget=30, tree_width=4)
+    named = build_tree(anchors, logits, tree_budget=30, tree_width=4, token_ids=token_ids)
+    assert named.token_ids[:, 1:].tolist() == token_ids[plain.token_ids[:, 1:]].tolist()
+    assert named.token_ids[:, 0].tolist() == [9, 0]
+    assert named.parents.tolist() == plain.parents.tolist()
+    assert torch.equal(named.log_probs, plain.log_probs)
 
 
 def test_the_most_probable_paths_are_taken_before_wider_or_deeper_ones() -> None:
@@ -367,6 +500,22 @@ def test_building_does_not_wait_for_the_device(branch: Any, no_host_sync: Any) -
     assert (tree.token_ids.shape, tree.device.type) == ((2, 21), "meta")
 
 
+def test_building_with_states_and_a_draft_vocabulary_does_not_wait_for_the_device(no_host_sync: Any) -> None:
+    anchors, logits, token_ids = torch.tensor([1, 2]), torch.randn(2, 4, 9000), torch.arange(1, 9001)
+    recurrence = Recurrence(4, 9001, 9000, torch.Generator().manual_seed(0), scale=1.0)
+    with no_host_sync:
+        build_tree(anchors, logits, tree_budget=20, tree_width=4, branch=recurrence, token_ids=token_ids)
+    tree = build_tree(
+        anchors.to("meta"),
+        logits.to("meta"),
+        tree_budget=20,
+        tree_width=4,
+        branch=recurrence.to("meta"),
+        token_ids=token_ids.to("meta"),
+    )
+    assert (tree.token_ids.shape, tree.device.type) == ((2, 21), "meta")
+
+
 def test_a_tree_carries_no_gradient() -> None:
     logits = torch.randn(1, 3, 9, requires_grad=True)
     assert not build_tree(torch.tensor([0]), logits, tree_budget=5, tree_width=2).log_probs.requires_grad
@@ -405,6 +554,9 @@ def test_the_logits_are_left_as_they_are() -> None:
         ({"temperature": -1.0}, r"`temperature` must be positive and finite, got -1.0"),
         ({"temperature": math.inf}, r"`temperature` must be positive and finite, got inf"),
         ({"temperature": math.nan}, r"`temperature` must be positive and finite, got nan"),
+        ({"token_ids": torch.arange(8)}, r"`token_ids` must be a torch.LongTensor .* here \(9,\), .* got .* \(8,\) on"),
+        ({"token_ids": torch.arange(9.0)}, r"`token_ids` must be a torch.LongTensor .* got torch.float32 of shape"),
+        ({"token_ids": torch.arange(9, device="meta")}, r"on the device of `draft_logits`, got .* on meta: pass the"),
         (
             {"branch": lambda depth, parents, states, tokens: (torch.zeros(1, 1, 2), None)},
             r"`branch` must return scores of shape \(batch, paths, candidates\), here \(1, 1, 9\), got \(1, 1, 2\)",

@@ -95,7 +95,7 @@ def build_tree(
             `branch_candidates` is below 1, one of them is not an `int`, `temperature` is not positive and finite, or
             `branch` returns another shape.
     """
-    _check_tensors(anchor_ids, draft_logits)
+    _check_tensors(anchor_ids, draft_logits, token_ids)
     _check_at_least("tree_budget", tree_budget, 0, "it counts the nodes besides the root.")
     _check_at_least("tree_width", tree_width, 1, "it counts the children a node may have.")
     _check_at_least("branch_candidates", branch_candidates, 1, "it counts the tokens that `branch` chooses among.")
@@ -271,7 +271,7 @@ def _block_length(vocabulary: int, count: int) -> int:
     return min(lengths, key=lambda length: vocabulary // length + count * length + vocabulary % (_LANES * length))
 
 
-def _check_tensors(anchor_ids: torch.Tensor, draft_logits: torch.Tensor) -> None:
+def _check_tensors(anchor_ids: torch.Tensor, draft_logits: torch.Tensor, token_ids: torch.Tensor | None) -> None:
     if anchor_ids.ndim != 1 or anchor_ids.dtype != torch.int64:
         raise ValueError(
             f"`anchor_ids` must be a torch.LongTensor of shape (batch,), got {anchor_ids.dtype} of shape "
@@ -288,6 +288,15 @@ def _check_tensors(anchor_ids: torch.Tensor, draft_logits: torch.Tensor) -> None
             "`anchor_ids` and `draft_logits` must have the same batch size and device, got "
             f"{anchor_ids.shape[0]} on {anchor_ids.device} and {draft_logits.shape[0]} on {draft_logits.device}: "
             "pass one anchor for each row, on the device of the logits."
+        )
+    if token_ids is None:
+        return
+    fits = token_ids.shape == draft_logits.shape[2:] and token_ids.device == draft_logits.device
+    if not fits or token_ids.dtype != torch.int64:
+        raise ValueError(
+            f"`token_ids` must be a torch.LongTensor of shape (vocabulary,), here ({draft_logits.shape[2]},), on the "
+            f"device of `draft_logits`, got {token_ids.dtype} of shape {tuple(token_ids.shape)} on {token_ids.device}: "
+            "pass the token of each column of the logits."
         )
 
 
