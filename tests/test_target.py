@@ -219,8 +219,8 @@ class ScaledLinear(nn.Linear):
         return super().forward(states) * 0.5
 
 
-def with_lm_head(make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
-    target = tiny_target("llama")
+def with_lm_head(make: Callable[[nn.Linear], nn.Module], **fields: Any) -> PreTrainedModel:
+    target = tiny_target("llama", **fields)
     target.lm_head = make(target.lm_head)
     return target
 
@@ -259,6 +259,7 @@ LM_HEADS: dict[str, Callable[[], PreTrainedModel]] = {
     "bias": lambda: with_lm_head(with_bias),
     "bias of its architecture": lambda: tiny_target("phi"),
     "quantised": lambda: with_lm_head(lambda linear: PackedLinear(linear, torch.float32)),
+    "quantised, wider": lambda: with_lm_head(lambda linear: PackedLinear(linear, torch.float32), hidden_size=144),
     "subclass": lambda: with_lm_head(scaled),
     "hooked": lambda: with_lm_head(hooked),
     "offloaded": lambda: with_lm_head(lambda linear: cpu_offload(with_bias(linear), execution_device="cpu")),

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -145,7 +146,7 @@ class JetSpecAttention(nn.Module):
         return attended
 
 
-class JetSpecDecoderLayer(nn.Module):
+class JetSpecDecoderLayer(GradientCheckpointingLayer):
     """A Qwen3-style pre-norm layer over the block."""
 
     def __init__(self, config: JetSpecConfig, layer_idx: int) -> None:
@@ -189,7 +190,7 @@ class JetSpecDraftHead(PreTrainedModel):
     config_class = JetSpecConfig
     base_model_prefix = ""
     main_input_name = "noise_embeds"
-    supports_gradient_checkpointing = False
+    supports_gradient_checkpointing = True
     _no_split_modules = ["JetSpecDecoderLayer"]  # noqa: RUF012  # `PreTrainedModel` declares it an instance variable
     _supports_sdpa = True
     _supports_attention_backend = True

@@ -208,7 +208,7 @@ def test_rotary_embeddings_that_look_at_the_longest_document_refuse_a_mixed_batc
     target = make_target("phi3", original_max_position_embeddings=8, rope_parameters=rope)
     with pytest.raises(ValueError, match="8 tokens"):
         TargetReader(target, [0]).read(*make_rows(((9,), (5,)), "right"))
-    assert_documents_stand_alone(target, ((8, 3), (5,)), "right")
+    assert_documents_stand_alone(target, ((8, 8), (5,)), "right")  # the padding is longer than the limit
     assert_documents_stand_alone(target, ((9, 12),), "left")
 
 

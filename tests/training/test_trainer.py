@@ -275,6 +275,27 @@ def test_gradient_accumulation_equals_a_bigger_batch(tmp_path: Path) -> None:
         assert_same_weights(parts, whole, SPLIT_TOLERANCE)
 
 
+@pytest.mark.parametrize("loss", ["forward_kl", "hard_labels"])
+def test_a_step_divides_by_the_weights_of_the_places_that_count(loss: str, tmp_path: Path) -> None:
+    """Places whose label is not in the draft vocabulary do not count for hard labels."""
+    target = tiny_target("llama")
+    trainer = make_trainer(
+        tmp_path,
+        target=target,
+        head=tiny_head(target, draft_token_ids=list(range(3, 60))),
+        train=random_rows(4),
+        max_steps=1,
+        loss=loss,
+        depth_decay=2.0,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+    )
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["loss"] == pytest.approx(logged["base_loss"], abs=1e-5)
+
+
 def test_a_mean_of_the_parts_means_would_not_equal_a_bigger_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
