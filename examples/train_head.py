@@ -2,16 +2,19 @@
 
     python -m jetspec_hf.training.regenerate --target TARGET --prompts prompts.jsonl --output answers.jsonl
     python examples/train_head.py --target TARGET --answers answers.jsonl --output_dir my_head
-    python examples/train_head.py examples/recipes/gemma-3-270m.json   # the same options from a file
+    python examples/train_head.py examples/recipes/qwen2.5-coder-1.5b-instruct.json --answers answers.jsonl
 
 Options are those of `TrainingRun` and `HeadShape` below and of `JetSpecTrainingArguments`, which has all of
-transformers' own. The head, its provenance and a table of held-out acceptance are written to `--output_dir`.
+transformers' own. A recipe is a JSON file of the same options; those of the command line come on top. The head, in the
+target's dtype, its provenance and its held-out acceptance are written to `--output_dir`. A run that was killed goes on
+with `--resume_from_checkpoint true`.
 """
 
 import hashlib
 import json
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,8 @@ from jetspec_hf.training import (
     rows_from_answers,
     simulate_budgets,
 )
-from jetspec_hf.training.evaluation import acceptance_table
+from jetspec_hf.training.evaluation import AcceptanceCallback, acceptance_table, measure_acceptance
+from jetspec_hf.training.simulation import Budget
 
 
 @dataclass
@@ -42,8 +46,18 @@ class TrainingRun:
     max_answers: int | None = field(default=None, metadata={"help": "Takes the first answers only."})
     heldout_ids: str | None = field(default=None, metadata={"help": "File with ids to evaluate on, one a line."})
     heldout_share: float = field(default=0.05, metadata={"help": "Share of prompts held out without such a file."})
-    simulated: int = field(default=60, metadata={"help": "Held-out answers to simulate acceptance on; 0 for none."})
     budgets: list[str] = field(default_factory=lambda: ["chain", "16", "32", "64"], metadata={"help": "Tree budgets."})
+    simulated: int = field(
+        default=60, metadata={"help": "Held-out answers, greedy ones, to simulate acceptance on; 0 for none."}
+    )
+    decoded: int = field(
+        default=0, metadata={"help": "Held-out prompts to decode for real, at every evaluation and at the end."}
+    )
+
+    @property
+    def tree_budgets(self) -> list[Budget]:
+        """The budgets as the evaluation wants them."""
+        return ["chain" if budget == "chain" else int(budget) for budget in self.budgets]
 
 
 @dataclass
@@ -69,16 +83,24 @@ class HeadShape:
     def make(self, target: PreTrainedModel, rows: Dataset) -> JetSpecDraftHead:
         """The head to train, in float32: small updates would be lost in bfloat16 weights."""
         if self.warm_start is not None:
-            return JetSpecDraftHead.from_pretrained(self.warm_start, dtype=torch.float32)
-        fields = {name: value for name, value in vars(self).items() if name not in ("warm_start", "draft_vocab_size")}
+            return self._trained_head(self.warm_start)
+        shape = {name: value for name, value in vars(self).items() if name not in ("warm_start", "draft_vocab_size")}
         token_ids = None
         if self.draft_vocab_size is not None:
             vocabulary = choose_draft_token_ids(rows, size=self.draft_vocab_size, always=end_tokens(target))
             print(f"draft vocabulary: {len(vocabulary.token_ids)} tokens, {vocabulary.coverage:.2%} of those written")
             token_ids = vocabulary.token_ids
-        head: Any = JetSpecDraftHead.from_target(target, draft_token_ids=token_ids, **fields)
-        trained: JetSpecDraftHead = head.float()
-        return trained
+        head: Any = JetSpecDraftHead.from_target(target, draft_token_ids=token_ids, **shape)
+        fresh: JetSpecDraftHead = head.float()
+        return fresh
+
+    def _trained_head(self, folder: str) -> JetSpecDraftHead:
+        head: JetSpecDraftHead = JetSpecDraftHead.from_pretrained(folder, dtype=torch.float32)
+        for option in fields(self):
+            has, wanted = getattr(head.config, option.name, None), getattr(self, option.name)
+            if option.name != "warm_start" and wanted not in (option.default, has):
+                raise ValueError(f"`{option.name}` must be {has}, that of the head in {folder}, got {wanted}.")
+        return head
 
 
 def end_tokens(target: PreTrainedModel) -> list[int]:
@@ -87,10 +109,12 @@ def end_tokens(target: PreTrainedModel) -> list[int]:
     return [] if found is None else found if isinstance(found, list) else [found]
 
 
-def split_rows(run: TrainingRun, max_length: int | None) -> tuple[Dataset, Dataset]:
+def split_rows(run: TrainingRun, max_length: int | None = None) -> tuple[Dataset, Dataset]:
     """Rows to train on and held-out rows; all answers to one prompt are on the same side."""
     parts = [rows_from_answers(file, max_length) for file in run.answers]
     names = set.intersection(*(set(part.column_names) for part in parts))
+    if "id" not in names:
+        raise ValueError("`answers` must all have an `id`, by which some are held out.")
     rows = concatenate_datasets([part.select_columns(sorted(names)) for part in parts])
     if run.max_answers is not None:
         rows = rows.select(range(min(run.max_answers, len(rows))))
@@ -99,6 +123,11 @@ def split_rows(run: TrainingRun, max_length: int | None) -> tuple[Dataset, Datas
         is_heldout = [name in heldout for name in rows["id"]]
     else:
         is_heldout = [share_of(name) < run.heldout_share for name in rows["id"]]
+    if not any(is_heldout) and (run.simulated or run.decoded):
+        raise ValueError(
+            f"`heldout_ids` or `heldout_share` must hold out some of the {len(rows)} answers, got none; without "
+            "evaluation, `simulated` and `decoded` are 0."
+        )
     sides = [[index for index, held in enumerate(is_heldout) if held == wanted] for wanted in (False, True)]
     return rows.select(sides[0]), rows.select(sides[1])
 
@@ -108,29 +137,55 @@ def share_of(name: str) -> float:
     return int.from_bytes(hashlib.blake2b(str(name).encode(), digest_size=8).digest(), "big") / 2**64
 
 
-def report(
-    run: TrainingRun, head: JetSpecDraftHead, target: PreTrainedModel, rows: Dataset, folder: Path
-) -> dict[str, float]:
-    """Simulates greedy decoding on held-out answers, prints τ and saves it beside the head."""
-    reader = TargetReader(target, head.config.target_layer_ids)
-    budgets = [budget if budget == "chain" else int(budget) for budget in run.budgets]
-    rows = rows.select(range(min(run.simulated, len(rows))))
-    found = simulate_budgets(head, reader, rows, budgets)
-    print(acceptance_table(found, rows["source"] if "source" in rows.column_names else None))
-    lengths = {str(budget): stats.mean_acceptance_length for budget, stats in found.items()}
-    (folder / "heldout_acceptance.json").write_text(json.dumps(lengths, indent=2) + "\n", encoding="utf-8")
-    return lengths
+@dataclass(frozen=True)
+class Decoding:
+    """Held-out prompts, and as many new tokens as their longest answer has."""
+
+    prompts: list[list[int]]
+    max_new_tokens: int
+
+    @classmethod
+    def of(cls, rows: Dataset, count: int) -> "Decoding":
+        """The first prompts."""
+        rows = rows.select(range(min(count, len(rows))))
+        starts = [row["loss_mask"].index(1) for row in rows]
+        prompts = [row["input_ids"][:start] for row, start in zip(rows, starts, strict=True)]
+        return cls(prompts, max(len(row["input_ids"]) - start for row, start in zip(rows, starts, strict=True)))
 
 
-def train_head(run: TrainingRun, shape: HeadShape, args: JetSpecTrainingArguments) -> dict[str, float]:
-    """Trains and evaluates one head; returns τ by tree budget."""
+def evaluate(run: TrainingRun, target: PreTrainedModel, heldout: Dataset, folder: str) -> dict[str, Any]:
+    """τ of a saved head by tree budget, simulated and decoded: printed, and written beside the head."""
+    head = JetSpecDraftHead.from_pretrained(folder, dtype=target.dtype).to(target.device)
+    found = {}
+    if run.simulated:
+        rows = heldout.select(range(min(run.simulated, len(heldout))))
+        reader = TargetReader(target, head.config.target_layer_ids)
+        found["simulated"] = simulate_budgets(head, reader, rows, run.tree_budgets)
+        print(
+            f"simulated\n{acceptance_table(found['simulated'], rows['source'] if 'source' in rows.features else None)}"
+        )
+    if run.decoded:
+        texts = Decoding.of(heldout, run.decoded)
+        found["decoded"] = measure_acceptance(
+            head, target, texts.prompts, run.tree_budgets, max_new_tokens=texts.max_new_tokens
+        )
+        print(f"decoded\n{acceptance_table(found['decoded'])}")
+    acceptance = {
+        how: {str(budget): stats.mean_acceptance_length for budget, stats in by_budget.items()}
+        for how, by_budget in found.items()
+    }
+    (Path(folder) / "heldout_acceptance.json").write_text(json.dumps(acceptance, indent=2) + "\n", encoding="utf-8")
+    return acceptance
+
+
+def train_head(run: TrainingRun, shape: HeadShape, args: JetSpecTrainingArguments) -> dict[str, Any]:
+    """Trains and evaluates one head; returns the seconds of training and τ by tree budget."""
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     set_seed(args.seed)
-    target = AutoModelForCausalLM.from_pretrained(run.target, dtype=run.target_dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(run.target)
     rows, heldout = split_rows(run, args.max_length)
     print(f"{len(rows)} answers to train on, {len(heldout)} held out")
+    target = AutoModelForCausalLM.from_pretrained(run.target, dtype=run.target_dtype).eval()
     head = shape.make(target, rows)
     print(f"head: {head.num_parameters() / 1e6:.1f}M parameters, taps {head.config.target_layer_ids}")
     trainer = JetSpecTrainer(
@@ -139,31 +194,44 @@ def train_head(run: TrainingRun, shape: HeadShape, args: JetSpecTrainingArgument
         args=args,
         train_dataset=rows,
         eval_dataset=heldout if args.eval_strategy != "no" else None,
-        processing_class=tokenizer,
+        processing_class=AutoTokenizer.from_pretrained(run.target),
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if run.decoded:
+        texts = Decoding.of(heldout, run.decoded)
+        trainer.add_callback(
+            AcceptanceCallback(trainer, texts.prompts, run.tree_budgets, max_new_tokens=texts.max_new_tokens)
+        )
+    resume = args.resume_from_checkpoint
+    trained = trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+    head.to(target.dtype)
     trainer.save_model()
-    return report(run, head.eval(), target, heldout, Path(args.output_dir)) if run.simulated else {}
+    acceptance = evaluate(run, target, heldout, str(args.output_dir)) if trainer.is_world_process_zero() else {}
+    return {"training_seconds": trained.metrics["train_runtime"], **acceptance}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Reads the options, from the command line or a JSON file, and trains."""
-    parser = HfArgumentParser((TrainingRun, HeadShape, JetSpecTrainingArguments))
-    arguments = sys.argv[1:] if arguments is None else arguments
+def read_options(parser: HfArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+    """All options by name: the defaults, on top of them a recipe, the first argument, and the other arguments."""
     if arguments and arguments[0].endswith(".json"):
-        options = {**json.loads(Path(arguments[0]).read_text(encoding="utf-8"))}
-        overrides = parser.parse_args_into_dataclasses([*as_arguments(options), *arguments[1:]])
-        train_head(*overrides)
-    else:
-        train_head(*parser.parse_args_into_dataclasses(arguments))
+        recipe = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+        arguments = [*as_arguments(recipe), *arguments[1:]]
+    return vars(parser.parse_args(arguments))
 
 
-def as_arguments(options: dict[str, Any]) -> list[str]:
-    """Options of a file as those of a command line, so that later ones override them."""
+def as_arguments(recipe: dict[str, Any]) -> list[str]:
+    """Options of a recipe as those of a command line."""
     found = []
-    for name, value in options.items():
-        found += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    for name, value in recipe.items():
+        if value is not None:
+            values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+            found += [f"--{name}", *map(str, values)]
     return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the options, from the command line and perhaps from a recipe, and trains."""
+    parts: Any = (TrainingRun, HeadShape, JetSpecTrainingArguments)
+    parser = HfArgumentParser(parts, description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    train_head(*parser.parse_dict(read_options(parser, sys.argv[1:] if arguments is None else arguments)))
 
 
 if __name__ == "__main__":

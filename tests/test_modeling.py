@@ -417,3 +417,25 @@ def test_a_draft_vocabulary_gives_the_columns_of_its_tokens(target: PreTrainedMo
         logits[head] = head.draft_logits(torch.tensor([5, 6]), state)
     assert logits[part].shape == (2, BLOCK - 1, len(drafted))
     torch.testing.assert_close(logits[part], logits[whole][..., drafted], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "given", "warnings"),
+    [
+        ("google/gemma-3-270m", "google/gemma-3-270m", 0),
+        ("google/gemma-3-270m", "/models/gemma-3-270m/", 0),
+        ("google/gemma-3-270m", "C:\\models\\gemma-3-270m", 0),
+        ("google/gemma-3-270m", "google/gemma-3-270m-it", 1),
+        ("google/gemma-3-270m", "", 0),
+    ],
+)
+def test_a_target_of_another_name_is_a_warning_and_a_copy_in_a_folder_is_not(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, made_for: str, given: str, warnings: int
+) -> None:
+    target.config.name_or_path = given
+    head = JetSpecDraftHead.from_target(target, num_hidden_layers=1, target_name_or_path=made_for)
+    messages: list[str] = []
+    monkeypatch.setattr("jetspec_hf.target.logger.warning_once", messages.append)
+    head.check_target(target)
+    assert len(messages) == warnings
+    assert all(made_for in message and given in message for message in messages)

@@ -65,7 +65,8 @@ class JetSpecConfig(PreTrainedConfig):
             `lm_head`. Published heads were trained on the bare `lm_head`: `None`.
         logit_scale (`float`, defaults to 1.0): Factor applied to the draft logits before the soft cap.
         embedding_scale (`float`, defaults to 1.0): Factor applied to what the target's embedding module returns.
-        target_name_or_path (`str`, *optional*): The target this head was made for; another name is only a warning.
+        target_name_or_path (`str`, *optional*): The target this head was made for. One whose name ends
+            otherwise is only a warning.
         pad_token_id, bos_token_id (`int`, *optional*) and eos_token_id (`int` or `list[int]`, *optional*): Ids of the
             target, which `pipeline` compares.
 

@@ -496,7 +496,7 @@ class JetSpecDraftHead(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
         if self.branch is not None and module is self.branch.child_proj:
-            nn.init.zeros_(module.weight)  # an untrained branch term changes nothing
+            nn.init.zeros_(module.weight)  # an untrained branch term adds nothing
 
 
 JetSpecHead = JetSpecDraftHead

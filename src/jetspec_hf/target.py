@@ -4,6 +4,7 @@ This file travels to the Hub with a head, so it imports only torch and transform
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -289,10 +290,15 @@ def check_target(target: PreTrainedModel, config: "JetSpecConfig") -> None:
     if target.get_output_embeddings() is None:
         raise ValueError(f"{name} has no output embeddings, which a draft head borrows.")
     made_for, given = config.target_name_or_path, target.config.name_or_path
-    if made_for and given and made_for != given:
+    if made_for and given and _last_part(made_for) != _last_part(given):  # a copy in a folder is the same model
         logger.warning_once(
             f"This head was made for the target {made_for!r} and is used with {given!r}: acceptance may be low."
         )
+
+
+def _last_part(name_or_path: str) -> str:
+    """`gemma-3-270m` of `google/gemma-3-270m` or of a folder."""
+    return re.split(r"[/\\]", name_or_path.rstrip("/\\"))[-1]
 
 
 def head_config_for(target: PreTrainedModel, fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """The arguments of training: those of `Trainer` with the defaults that suit heads, and a few of their own."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import SchedulerType, TrainingArguments
 
 from .objective import Objective
 
@@ -43,7 +42,7 @@ class JetSpecTrainingArguments(TrainingArguments):
     adam_beta2: float = field(default=0.95, metadata={"help": "Second beta of AdamW."})
     max_grad_norm: float = field(default=1.0, metadata={"help": "Where the norm of gradients is cut; 0 for never."})
     warmup_steps: float = field(default=0.04, metadata={"help": "Steps of warm-up; below 1, their share of all steps."})
-    lr_scheduler_type: Any = field(
+    lr_scheduler_type: SchedulerType | str = field(
         default="cosine_with_min_lr",
         metadata={"help": "Learning rate schedule; without arguments of its own, this one ends at 10 % of the peak."},
     )

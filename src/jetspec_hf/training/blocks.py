@@ -177,7 +177,6 @@ def training_masks(
     sees_context = (slots < blocks.anchors[:, :, None]) & (
         document_ids[:, None, :] == document_ids.gather(1, blocks.anchors)[:, :, None]
     )
-    context_distance = blocks.positions[..., None] - document_positions(document_ids)[:, None, None, :]
     offsets = torch.arange(block_size, device=device)
     block_distance = offsets[:, None] - offsets[None, :]
     own_block = torch.eye(count, dtype=torch.bool, device=device)[:, None, :, None]
@@ -187,6 +186,7 @@ def training_masks(
         block = block_distance >= 0 if config.is_causal(kind) else torch.ones_like(block_distance, dtype=torch.bool)
         if kind == "sliding_attention":
             window = cast(int, config.sliding_window)
+            context_distance = blocks.positions[..., None] - document_positions(document_ids)[:, None, None, :]
             context = context & (context_distance < window)
             block = block & (block_distance.abs() < window)
         rows = count * block_size
