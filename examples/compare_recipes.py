@@ -4,10 +4,10 @@
         --answers answers.jsonl --heldout_ids heldout_ids.txt --output_dir comparison
     ... --extra_variants '{"wide": {"intermediate_size": 6144}}'   # or a JSON file of them
 
-A variant is options of `train_head.py` that come on top of the recipe's: `dflash` (bidirectional blocks, hard labels,
-weights that decay with the depth), `jetspec` (causal blocks, the target's own distribution), `jetspec+branch`, and those
-you add. Each is evaluated with its own settings. `--output_dir` has the head of each, and `comparison.json`. Called
-again, for instance after it was killed or with one variant more, it trains only what is not there yet.
+A variant is a set of options of `train_head.py` that come on top of the recipe's: `dflash` (bidirectional blocks, hard
+labels, weights that decay with the depth), `jetspec` (causal blocks, the target's own distribution), `jetspec+branch`,
+and those you add. Each is evaluated with its own settings. `--output_dir` has the head of each, and `comparison.json`.
+Called again, for instance after it was killed or with one variant more, it trains only what is not there yet.
 """
 
 import json

@@ -1,11 +1,11 @@
 """Plain generation and tree generation side by side on gemma-3-270m, streaming, on the CPU.
 
     make demo
-    python examples/demo.py --head path/to/head --tree-budget 32 --prompt "The capital of France is"
+    python examples/demo.py --tree-budget 32 --prompt "The capital of France is"
 
 Prints, for each prompt, tokens per second of both, the acceptance length (tokens committed per target forward) and
-whether both texts are identical; at the end, one token tree with its accepted path. Without `--head` a fresh,
-untrained head drafts: next to nothing is accepted, so it shows that the text is exact, not how fast a trained head is.
+whether both texts are identical; at the end, one token tree with its accepted path. The head is the small one in
+`examples/heads/`; `--head` takes another.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from transformers import (
 
 from jetspec_hf import AcceptanceStats, JetSpecHead, TreePicture, draw_tree
 
+HEAD = Path(__file__).parent / "heads" / "gemma-3-270m"
 PROMPTS = (
     "The three primary colours are",
     "def fibonacci(n):\n",
@@ -99,20 +100,10 @@ def physical_cores() -> int:
     return min(cores, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else cores
 
 
-def draft_head(target: PreTrainedModel, options: argparse.Namespace) -> JetSpecHead:
-    """The trained head of `--head`, or a fresh one."""
-    if options.head is not None:
-        head = JetSpecHead.from_pretrained(options.head, dtype=target.dtype)
-    else:
-        head = JetSpecHead.from_target(target, num_hidden_layers=1, block_size=8)
-    head.generation_config.tree_budget = options.tree_budget
-    return head.eval()
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--head", type=Path, help="folder of a trained head (default: a fresh, untrained one)")
+    parser.add_argument("--head", type=Path, default=HEAD, help="folder of a draft head (%(default)s)")
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="where targets are kept (%(default)s)")
     parser.add_argument(
         "--dtype",
@@ -135,9 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
-    head = draft_head(target, options)
-    kind = f"head {options.head}" if options.head else "a fresh head: untrained, so it makes no speed-up"
-    print(f"\ngemma-3-270m, {options.dtype}, {options.threads} threads, {options.tree_budget} nodes, {kind}")
+    head = JetSpecHead.from_pretrained(options.head, dtype=target.dtype)
+    head.generation_config.tree_budget = options.tree_budget
+    print(f"\ngemma-3-270m, {options.dtype}, {options.threads} threads, {options.tree_budget} nodes, {options.head}")
     for assistant in ({}, {"assistant_model": head}):  # first calls are slower
         target.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=2, do_sample=False, **assistant)
 
@@ -157,8 +148,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\nOne token tree of the last prompt and its accepted path:\n")
     print(picture_of_a_tree(target, tokenizer, prompts[-1], head))
     print(f"\nidentical: {'yes' if all(identical) else 'no'} ({sum(identical)} of {len(identical)} prompts)")
-    if options.head is None:
-        print("The head was untrained: nearly every draft is rejected, and tree generation is slower than plain.")
     if not all(identical) and options.dtype == "float32":
         raise SystemExit(
             "error: in float32 tree generation must give the text of plain generation; please report this."

@@ -13,8 +13,9 @@ with `--resume_from_checkpoint true`.
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,10 @@ class TrainingRun:
         return ["chain" if budget == "chain" else int(budget) for budget in self.budgets]
 
 
+# Options of a head that are no fields of its configuration.
+NO_CONFIG_FIELDS = ("warm_start", "draft_vocab_size", "vocabulary_prompts")
+
+
 @dataclass
 class HeadShape:
     """The head; what is not given follows from the target."""
@@ -76,18 +81,25 @@ class HeadShape:
     mask_token_id: int | None = field(default=None, metadata={"help": "Row of the embedding for undrafted positions."})
     causal: bool = field(default=True, metadata={"help": "Causal blocks (JetSpec) or bidirectional ones (DFlash)."})
     branch_rank: int = field(default=0, metadata={"help": "Rank of the branch term; 0 for none."})
+    target_name_or_path: str | None = field(default=None, metadata={"help": "The target's public name."})
     draft_vocab_size: int | None = field(
         default=None, metadata={"help": "Most frequent tokens to draft; without, all of the target's vocabulary."}
     )
+    vocabulary_prompts: str | None = field(
+        default=None, metadata={"help": "JSONL whose `prompt` texts count, too, when those tokens are chosen."}
+    )
 
-    def make(self, target: PreTrainedModel, rows: Dataset) -> JetSpecDraftHead:
+    def make(self, target: PreTrainedModel, tokenizer: Any, rows: Dataset) -> JetSpecDraftHead:
         """The head to train, in float32: small updates would be lost in bfloat16 weights."""
         if self.warm_start is not None:
             return self._trained_head(self.warm_start)
-        shape = {name: value for name, value in vars(self).items() if name not in ("warm_start", "draft_vocab_size")}
+        shape = {name: value for name, value in vars(self).items() if name not in NO_CONFIG_FIELDS}
         token_ids = None
         if self.draft_vocab_size is not None:
-            vocabulary = choose_draft_token_ids(rows, size=self.draft_vocab_size, always=end_tokens(target))
+            texts = prompt_rows(self.vocabulary_prompts, tokenizer)
+            vocabulary = choose_draft_token_ids(
+                chain(rows, texts), size=self.draft_vocab_size, always=end_tokens(target)
+            )
             print(f"draft vocabulary: {len(vocabulary.token_ids)} tokens, {vocabulary.coverage:.2%} of those written")
             token_ids = vocabulary.token_ids
         head: Any = JetSpecDraftHead.from_target(target, draft_token_ids=token_ids, **shape)
@@ -103,6 +115,14 @@ class HeadShape:
         return head
 
 
+def prompt_rows(file: str | None, tokenizer: Any) -> Iterator[dict[str, list[int]]]:
+    """The texts of a prompts file as rows of which every token counts."""
+    lines = [] if file is None else Path(file).read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        token_ids = tokenizer(json.loads(line)["prompt"])["input_ids"]
+        yield {"input_ids": token_ids, "loss_mask": [1] * len(token_ids)}
+
+
 def end_tokens(target: PreTrainedModel) -> list[int]:
     """The target's EOS tokens, which a head must be able to draft."""
     found = target.generation_config.eos_token_id
@@ -113,8 +133,6 @@ def split_rows(run: TrainingRun, max_length: int | None = None) -> tuple[Dataset
     """Rows to train on and held-out rows; all answers to one prompt are on the same side."""
     parts = [rows_from_answers(file, max_length) for file in run.answers]
     names = set.intersection(*(set(part.column_names) for part in parts))
-    if "id" not in names:
-        raise ValueError("`answers` must all have an `id`, by which some are held out.")
     rows = concatenate_datasets([part.select_columns(sorted(names)) for part in parts])
     if run.max_answers is not None:
         rows = rows.select(range(min(run.max_answers, len(rows))))
@@ -186,7 +204,8 @@ def train_head(run: TrainingRun, shape: HeadShape, args: JetSpecTrainingArgument
     rows, heldout = split_rows(run, args.max_length)
     print(f"{len(rows)} answers to train on, {len(heldout)} held out")
     target = AutoModelForCausalLM.from_pretrained(run.target, dtype=run.target_dtype).eval()
-    head = shape.make(target, rows)
+    tokenizer = AutoTokenizer.from_pretrained(run.target)
+    head = shape.make(target, tokenizer, rows)
     print(f"head: {head.num_parameters() / 1e6:.1f}M parameters, taps {head.config.target_layer_ids}")
     trainer = JetSpecTrainer(
         model=head,
@@ -194,7 +213,7 @@ def train_head(run: TrainingRun, shape: HeadShape, args: JetSpecTrainingArgument
         args=args,
         train_dataset=rows,
         eval_dataset=heldout if args.eval_strategy != "no" else None,
-        processing_class=AutoTokenizer.from_pretrained(run.target),
+        processing_class=tokenizer,
     )
     if run.decoded:
         texts = Decoding.of(heldout, run.decoded)

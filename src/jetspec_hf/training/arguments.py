@@ -44,7 +44,7 @@ class JetSpecTrainingArguments(TrainingArguments):
     warmup_steps: float = field(default=0.04, metadata={"help": "Steps of warm-up; below 1, their share of all steps."})
     lr_scheduler_type: SchedulerType | str = field(
         default="cosine_with_min_lr",
-        metadata={"help": "Learning rate schedule; without arguments of its own, this one ends at 10 % of the peak."},
+        metadata={"help": "Learning rate schedule; without arguments of its own, this one ends at 10 %% of the peak."},
     )
     remove_unused_columns: bool = field(default=False, metadata={"help": "Columns are chosen by the collator."})
     ddp_find_unused_parameters: bool | None = field(
