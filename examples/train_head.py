@@ -5,8 +5,8 @@
     python examples/train_head.py examples/recipes/qwen2.5-coder-1.5b-instruct.json --answers answers.jsonl
 
 Options are those of `TrainingRun` and `HeadShape` below and of `JetSpecTrainingArguments`, which has all of
-transformers' own. A recipe is a JSON file of the same options; those of the command line come on top. The head, in the
-target's dtype, its provenance and its held-out acceptance are written to `--output_dir`. A run that was killed goes on
+transformers' own. A recipe is a JSON file of the same options; those of the command line come on top. The head, its
+provenance and its held-out acceptance are written to `--output_dir`. A run that was killed goes on
 with `--resume_from_checkpoint true`.
 """
 
@@ -43,6 +43,7 @@ class TrainingRun:
     target: str = field(metadata={"help": "Folder or Hub id of the target."})
     answers: list[str] = field(metadata={"help": "Files that `jetspec_hf.training.regenerate` wrote."})
     target_dtype: str = field(default="auto", metadata={"help": "Of the target while it is read."})
+    head_dtype: str | None = field(default=None, metadata={"help": "What the head is saved in; the target's dtype."})
     threads: int | None = field(default=None, metadata={"help": "Of torch on the CPU."})
     max_answers: int | None = field(default=None, metadata={"help": "Takes the first answers only."})
     heldout_ids: str | None = field(default=None, metadata={"help": "File with ids to evaluate on, one a line."})
@@ -222,7 +223,7 @@ def train_head(run: TrainingRun, shape: HeadShape, args: JetSpecTrainingArgument
         )
     resume = args.resume_from_checkpoint
     trained = trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
-    head.to(target.dtype)
+    head.to(target.dtype if run.head_dtype is None else getattr(torch, run.head_dtype))
     trainer.save_model()
     acceptance = evaluate(run, target, heldout, str(args.output_dir)) if trainer.is_world_process_zero() else {}
     return {"training_seconds": trained.metrics["train_runtime"], **acceptance}
