@@ -195,3 +195,16 @@ def test_building_with_a_branch_term_does_not_wait_for_the_device(
     block.anchors, block.logits = block.anchors.to("meta"), block.logits.to("meta")
     block.state.block_states = block.state.block_states.to("meta")
     assert block.tree(20, width=4).token_ids.shape == (2, 21)
+
+
+def test_an_lm_head_with_more_rows_than_the_vocabulary_is_drafted_with(target: PreTrainedModel) -> None:
+    wide = torch.nn.Linear(64, 160, bias=False)
+    with torch.no_grad():
+        wide.weight[:128] = target.lm_head.weight
+        wide.weight[128:] = 0.0
+    target.lm_head = wide
+    head = JetSpecDraftHead.from_target(target, num_hidden_layers=1, block_size=4, branch_rank=3)
+    torch.nn.init.normal_(head.branch.child_proj.weight)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(**inputs)
+    assert target.generate(**inputs, assistant_model=head).tolist() == plain.tolist()

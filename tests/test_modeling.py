@@ -439,3 +439,18 @@ def test_a_target_of_another_name_is_a_warning_and_a_copy_in_a_folder_is_not(
     head.check_target(target)
     assert len(messages) == warnings
     assert all(made_for in message and given in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"draft_token_ids": [[1, 2]]}, "`draft_token_ids` must be a list of tokens, got torch.int64 of shape"),
+        ({"draft_token_ids": [3.5, 7.7]}, "`draft_token_ids` must be a list of tokens, got torch.float32"),
+        ({"draft_vocab_size": 5}, "`draft_token_ids` must be given with `draft_vocab_size`, got none for 5"),
+    ],
+)
+def test_a_draft_vocabulary_that_is_none_is_refused(
+    target: PreTrainedModel, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        JetSpecDraftHead.from_target(target, num_hidden_layers=1, **arguments)

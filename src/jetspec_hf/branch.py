@@ -87,8 +87,9 @@ class BranchScores:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `tree.build.BranchTerm`."""
         head, device = self._head, parent_ids.device
+        last = head.config.vocab_size - 1  # an `lm_head` may have more rows than there are tokens
         block_states = cast(torch.Tensor, self._state.block_states)[:, depth + 1, None]
-        parents = head.embed(parent_ids, self._state)
+        parents = head.embed(parent_ids.clamp(max=last), self._state)
         states = self._branch.advance(parents, block_states, None if states is None else states.to(head.device))
         scores = states @ self._factors(columns).transpose(1, 2)
         return scores.to(device), states.to(device)
@@ -97,7 +98,7 @@ class BranchScores:
         """The children's factors, of shape `(batch, candidates, rank)`: those of a draft vocabulary are kept."""
         head, state = self._head, self._state
         if head.draft_token_ids is None:
-            return self._branch.table(head.embed(columns, state))
+            return self._branch.table(head.embed(columns.clamp(max=head.config.vocab_size - 1), state))
         if state.branch_table is None:
             state.branch_table = self._branch.table(head.embed(head.draft_token_ids, state))
         return state.branch_table[columns.to(state.branch_table.device)]

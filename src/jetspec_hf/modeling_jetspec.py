@@ -410,14 +410,21 @@ class JetSpecDraftHead(PreTrainedModel):
             "draft_vocab_size": None if draft_token_ids is None else len(draft_token_ids),
             **config,
         }
+        token_ids = None if draft_token_ids is None else torch.as_tensor(draft_token_ids)
+        if token_ids is not None and (token_ids.dim() != 1 or (len(token_ids) and token_ids.is_floating_point())):
+            raise ValueError(
+                f"`draft_token_ids` must be a list of tokens, got {token_ids.dtype} of shape {tuple(token_ids.shape)}."
+            )
+        if token_ids is None and (size := config.get("draft_vocab_size")) is not None:
+            raise ValueError(f"`draft_token_ids` must be given with `draft_vocab_size`, got none for {size} of them.")
         check_architecture(target)
         target = base_model(target)
         head_config = JetSpecConfig(**head_config_for(target, fields))
         check_target(target, head_config)
         embeddings = cast(torch.Tensor, target.get_input_embeddings().weight)
         head: Any = cls(head_config)  # the decorator on `PreTrainedModel.to` hides its signature
-        if draft_token_ids is not None:
-            head.draft_token_ids = torch.as_tensor(draft_token_ids, dtype=torch.long)
+        if token_ids is not None:
+            head.draft_token_ids = token_ids.long()
             head.check_draft_token_ids()
         head = head.to(embeddings.dtype if embeddings.is_floating_point() else target.dtype).eval()
         placed: JetSpecDraftHead = head if embeddings.device.type == "meta" else head.to(embeddings.device)
@@ -458,6 +465,24 @@ class JetSpecDraftHead(PreTrainedModel):
         head.check_draft_token_ids()
         head.generation_config = GenerationConfig(**{**DRAFTING_DEFAULTS, **cls._saved_knobs(path, places)})
         return (head, info) if wants_info else head
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Writes the head; see `PreTrainedModel.save_pretrained`.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): A folder.
+            args: See `PreTrainedModel.save_pretrained`.
+            kwargs: See `PreTrainedModel.save_pretrained`.
+
+        Raises:
+            ValueError: If adapters stand in the head, which no checkpoint of a head has.
+        """
+        if kwargs.get("state_dict") is None and any(".lora_" in name for name, _ in self.named_parameters()):
+            raise ValueError(
+                "A head must be saved without adapters, got one with LoRA: call `jetspec_hf.training.merge_lora` "
+                "first, or save it through its trainer."
+            )
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def check_draft_token_ids(self) -> None:
         """Checks that the draft vocabulary is a list of different tokens of the target, in ascending order.

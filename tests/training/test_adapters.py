@@ -191,3 +191,12 @@ def test_a_head_with_adapters_drafts(tmp_path: Path) -> None:
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(target.generate(**inputs, assistant_model=head), target.generate(**inputs))
     assert json.dumps(head.last_acceptance.accepted_lengths)
+
+
+def test_a_head_with_adapters_is_not_saved_as_an_ordinary_one_until_they_are_merged(tmp_path: Path) -> None:
+    head = add_lora(tiny_head(tiny_target("llama")), rank=2)
+    with pytest.raises(ValueError, match="merge_lora"):
+        head.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+    merge_lora(head).save_pretrained(tmp_path)
+    assert torch.equal(outputs(JetSpecDraftHead.from_pretrained(tmp_path)), outputs(head))

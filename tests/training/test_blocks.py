@@ -20,6 +20,7 @@ from jetspec_hf.training.blocks import (
     draft_states,
     eligible_anchors,
     make_blocks,
+    number_documents,
     sample_anchors,
     training_masks,
 )
@@ -477,3 +478,24 @@ def test_a_head_without_a_branch_term_has_no_branch_states() -> None:
     head = random_head()
     blocks = blocks_at(LAYOUT.document_ids, ANCHORS, USED, head.config.block_size)
     assert branch_states(head, Embeddings(), LAYOUT.document_ids, torch.zeros(1), blocks) is None
+
+
+@pytest.mark.parametrize("given", [[0, 0, 1, 1, 0, 0, 0, 0], [0, 0, -1, -1, 0, 0, 0, 0], [5, 5, 2, 2, 5, 5, 5, 5]])
+def test_a_document_is_a_run_of_equal_ids_also_where_an_id_comes_again(given: list[int]) -> None:
+    padded = given[2] < 0
+    document_ids, distinct = (
+        torch.tensor([given]),
+        torch.tensor([[0, 0, *([-1, -1] if padded else [1, 1]), 2, 2, 2, 2]]),
+    )
+    assert number_documents(document_ids).tolist() == distinct.tolist()
+    loss_mask, input_ids = torch.ones(1, 8, dtype=torch.bool), torch.arange(8)[None]
+    anchors, used = torch.tensor([[5, 6]]), torch.tensor([[True, True]])
+    config = JetSpecConfig(
+        hidden_size=64, num_attention_heads=4, num_hidden_layers=1, num_target_layers=4, block_size=3
+    )
+    masks = []
+    for ids in (document_ids, distinct):
+        blocks = make_blocks(input_ids, loss_mask, ids, anchors, used, 3)
+        masks.append(training_masks(config, ids, blocks, torch.float32)["full_attention"])
+    assert torch.equal(masks[0], masks[1])
+    assert (masks[0][0, 0, 0, :8] == 0).tolist() == [False, False, False, False, True, False, False, False]

@@ -523,7 +523,7 @@ def test_the_record_of_allocations_sees_full_logits(tmp_path: Path) -> None:
         ({"temperature": -1.0}, "`temperature` must be a positive number, got -1.0"),
         ({"temperature": math.inf}, "`temperature` must be a positive number, got inf"),
         ({"loss": "hard_labels", "temperature": 2.0}, "`temperature` must be 1 with `loss='hard_labels'`, got 2.0"),
-        ({"chunk_rows": 0}, "`chunk_rows` must be at least 1, got 0"),
+        ({"chunk_rows": 0}, "`chunk_rows` must be an integer of at least 1, got 0"),
     ],
 )
 def test_a_field_out_of_range_is_refused(fields: dict[str, Any], words: str) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from jetspec_hf.training.rows import RowCollator, first_fit, pack_rows, rows_from_answers, rows_from_messages
+from jetspec_hf.training.rows import RowCollator, check_row, first_fit, pack_rows, rows_from_answers, rows_from_messages
 from support.char_tokenizer import letter_tokenizer
 
 A, C, F, Q, U, V, X, Z = (3 + "abcdefghijklmnopqrstuvwxyz".index(letter) for letter in "acfquvxz")
@@ -248,3 +248,37 @@ def test_the_trainers_own_grouping_by_length_finds_the_lengths_of_rows(tmp_path:
     sampler = trainer._get_train_sampler()
     assert isinstance(sampler, LengthGroupedSampler)
     assert sampler.lengths == lengths
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [3, 4]}, "`loss_mask` of row 7 must be there, got columns input_ids"),
+        ({"input_ids": None, "loss_mask": [0, 1]}, "`input_ids` of row 7 must be there"),
+        (
+            {"input_ids": [3.0, 4.0], "loss_mask": [0, 1]},
+            "`input_ids` of row 7 must be a list of integers, got float64",
+        ),
+        ({"input_ids": ["a", "b"], "loss_mask": [0, 1]}, "`input_ids` of row 7 must be a list of integers"),
+        ({"input_ids": [[3, 4]], "loss_mask": [[0, 1]]}, "`input_ids` of row 7 must be a list of integers"),
+        ({"input_ids": [3, 128], "loss_mask": [0, 1]}, "`input_ids` of row 7 must be from 0 to 127, got 128"),
+        ({"input_ids": [3, -100], "loss_mask": [0, 1]}, "`input_ids` of row 7 must be from 0 to 127, got -100"),
+        ({"input_ids": [3, 4], "loss_mask": [0, 2]}, "`loss_mask` of row 7 must be from 0 to 1, got 2"),
+        ({"input_ids": [3, 4], "loss_mask": [0, 0.5]}, "`loss_mask` of row 7 must be a list of integers"),
+        ({"input_ids": [3, 4], "loss_mask": [1]}, "`loss_mask` of a row must be as long as its `input_ids`, 2, got 1"),
+        (
+            {"input_ids": [3, 4], "loss_mask": [0, 1], "document_ids": [0, -2]},
+            "`document_ids` of row 7 must be at least -1, got -2",
+        ),
+    ],
+)
+def test_a_row_that_is_none_is_refused_with_the_column_the_rule_and_the_value(
+    row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_row(row, "row 7", num_tokens=128)
+
+
+@pytest.mark.parametrize("convert", [list, torch.tensor])
+def test_a_row_of_lists_or_tensors_of_integers_is_let_through(convert: Any) -> None:
+    check_row({"input_ids": convert([0, 127]), "loss_mask": convert([0, 1])}, "row 0", num_tokens=128)

@@ -231,3 +231,10 @@ def test_learned_prompts_are_refused_and_adapters_are_read() -> None:
     )
     with pytest.raises(ValueError, match="PromptTuningConfig"):
         TargetReader(prompted, [0])
+
+
+def test_documents_whose_ids_come_again_do_not_see_each_other() -> None:
+    reader = TargetReader(tiny_target("llama"), [0, 1])
+    ids = torch.arange(3, 11)[None]
+    again, distinct = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0]]), torch.tensor([[0, 0, 1, 1, 2, 2, 2, 2]])
+    assert torch.equal(reader.read(ids, again).last_hidden, reader.read(ids, distinct).last_hidden)

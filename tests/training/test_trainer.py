@@ -429,12 +429,12 @@ def test_weights_of_half_precision_are_warned_of(tmp_path: Path, caplog: pytest.
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"anchors_per_row": 0}, "`anchors_per_row` must be at least 1, got 0"),
-        ({"max_length": 1}, "`max_length` must be at least 2, got 1"),
+        ({"anchors_per_row": 0}, "`anchors_per_row` must be an integer of at least 1, got 0"),
+        ({"max_length": 1}, "`max_length` must be an integer of at least 2, got 1"),
         ({"loss": "mse"}, "`loss` must be one of"),
         ({"kl_temperature": 0.0}, "`kl_temperature` must be a positive number, got 0.0"),
         ({"depth_decay": -1.0}, "`depth_decay` must be a positive number"),
-        ({"chunk_rows": 0}, "`chunk_rows` must be at least 1, got 0"),
+        ({"chunk_rows": 0}, "`chunk_rows` must be an integer of at least 1, got 0"),
         ({"feature_cache_dtype": "int8"}, "`feature_cache_dtype` must be one of"),
         ({"remove_unused_columns": True}, "`remove_unused_columns` must be False"),
     ],

@@ -70,8 +70,8 @@ class JetSpecTrainingArguments(TrainingArguments):
         for name in ("anchors_per_row", "max_length"):
             value = getattr(self, name)
             least = 2 if name == "max_length" else 1
-            if value is not None and value < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
         if self.feature_cache_dtype not in CACHE_DTYPES:
             raise ValueError(
                 f"`feature_cache_dtype` must be one of {', '.join(map(repr, CACHE_DTYPES))}, got "

@@ -50,6 +50,20 @@ def document_positions(document_ids: torch.Tensor) -> torch.Tensor:
     return slots - torch.where(begins, slots, 0).cummax(dim=1).values
 
 
+def number_documents(document_ids: torch.Tensor) -> torch.Tensor:
+    """Gives each run of equal ids an id of its own, in order; -1 stays.
+
+    Args:
+        document_ids (`torch.LongTensor` of shape `(batch, length)`): The document of each slot, -1 for padding.
+
+    Returns:
+        `torch.LongTensor` of shape `(batch, length)`.
+    """
+    runs = torch.zeros_like(document_ids)
+    runs[:, 1:] = (document_ids[:, 1:] != document_ids[:, :-1]).cumsum(dim=1)
+    return runs.masked_fill(document_ids < 0, -1)
+
+
 def eligible_anchors(loss_mask: torch.Tensor, document_ids: torch.Tensor) -> torch.Tensor:
     """Slots that may be anchors: those whose next token, in the same document, the target wrote.
 
@@ -173,6 +187,7 @@ def training_masks(
     """
     (batch, length), (count, block_size) = document_ids.shape, blocks.positions.shape[1:]
     device = document_ids.device
+    document_ids = number_documents(document_ids)
     slots = torch.arange(length, device=device)
     sees_context = (slots < blocks.anchors[:, :, None]) & (
         document_ids[:, None, :] == document_ids.gather(1, blocks.anchors)[:, :, None]

@@ -48,6 +48,9 @@ def choose_draft_token_ids(
         ValueError: If `coverage` is not in (0, 1], if `size` has no room for `always` or for any token, or if no token
             is to be predicted.
     """
+    always = list(always)
+    if odd := [token for token in always if not isinstance(token, int)]:
+        raise ValueError(f"`always` must be token ids, got {odd[0]!r}.")
     taken = set(always)
     if coverage is not None and not 0 < coverage <= 1:
         raise ValueError(f"`coverage` must be above 0 and at most 1, got {coverage}.")

@@ -53,8 +53,8 @@ class Objective:
             raise ValueError(
                 f"`temperature` must be 1 with `loss='hard_labels'`, got {self.temperature}: only 'forward_kl' has one."
             )
-        if self.chunk_rows < 1:
-            raise ValueError(f"`chunk_rows` must be at least 1, got {self.chunk_rows}.")
+        if not isinstance(self.chunk_rows, int) or self.chunk_rows < 1:
+            raise ValueError(f"`chunk_rows` must be an integer of at least 1, got {self.chunk_rows!r}.")
 
     def depth_weights(self, depth: int) -> torch.Tensor:
         """The weights of the depths, of shape `(depth,)`, in double precision: 1 for the first, never rising."""

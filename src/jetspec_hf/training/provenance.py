@@ -17,7 +17,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..target import base_model
 from .batches import cut_row, row_digest
-from .rows import COLUMNS
+from .rows import COLUMNS, check_row
 
 logger = logging.get_logger(__name__)
 
@@ -62,24 +62,30 @@ class RowsSummary:
         }
 
 
-def summarise_rows(rows: Any, max_length: int | None = None, name: str = "train_dataset") -> RowsSummary:
+def summarise_rows(
+    rows: Any, max_length: int | None = None, name: str = "train_dataset", num_tokens: int | None = None
+) -> RowsSummary:
     """Reads all rows once.
 
     Args:
         rows (`datasets.Dataset` or sequence of `dict`): Rows with `input_ids` and `loss_mask`.
         max_length (`int`, *optional*): Where rows are cut.
         name (`str`): What to call them in an error.
+        num_tokens (`int`, *optional*): The number of tokens there are.
 
     Returns:
         [`RowsSummary`]
 
     Raises:
-        ValueError: If they cannot be counted, or a row has no token to be predicted.
+        ValueError: If they cannot be counted, there is none, a row is none, or it has no token to be predicted.
     """
     if not isinstance(rows, Sized):
         raise ValueError(f"`{name}` must have a length, got {type(rows).__name__}.")
+    if not len(rows):
+        raise ValueError(f"`{name}` must have a row, got none.")
     digest, lengths, supervised_tokens = hashlib.blake2b(digest_size=16), [], 0
     for number, row in enumerate(_iterate(rows)):
+        check_row(row, f"row {number} of `{name}`", num_tokens)
         cut = cut_row(row, max_length)
         supervised = _predicted(cut)
         if not supervised:
@@ -173,7 +179,7 @@ def describe_run(
     return {
         "data": None if data is None else data.to_dict(),
         "target": {
-            "name": model.config.name_or_path or None,
+            "name": _public_name(model.config.name_or_path),
             "class": type(model).__name__,
             "fingerprint": target_mark,
         },
@@ -185,6 +191,13 @@ def describe_run(
         },
         "arguments": _chosen_arguments(args),
     }
+
+
+def _public_name(name_or_path: str | None) -> str | None:
+    """A Hub id as it is, of a folder its name alone: where it lies is nobody's business."""
+    if not name_or_path:
+        return None
+    return Path(name_or_path).name if Path(name_or_path).is_dir() else name_or_path
 
 
 def _version(name: str) -> str | None:

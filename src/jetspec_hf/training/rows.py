@@ -284,6 +284,38 @@ def _cut(row: Mapping[str, Any], length: int | None) -> Row:
     return {**row, **cut}
 
 
+def check_row(row: Mapping[str, Any], place: str, num_tokens: int | None = None) -> None:
+    """Checks that a row is what training reads: a conversion to integers would hide what is wrong with it.
+
+    Args:
+        row (`Mapping`): The row.
+        place (`str`): What to call it in an error.
+        num_tokens (`int`, *optional*): The number of tokens there are.
+
+    Raises:
+        ValueError: If a column is missing, of another kind, of another length, or has a value out of range.
+    """
+    bounds = {"input_ids": (0, num_tokens), "loss_mask": (0, 2), "document_ids": (-1, None)}
+    for name, (least, above) in bounds.items():
+        if row.get(name) is None:
+            if name == "document_ids":
+                continue
+            raise ValueError(f"`{name}` of {place} must be there, got columns {', '.join(sorted(row))}.")
+        values = np.asarray(row[name])
+        if values.ndim != 1 or (values.dtype.kind not in "iub" and values.size):
+            raise ValueError(
+                f"`{name}` of {place} must be a list of integers, got {values.dtype} of shape {values.shape}."
+            )
+        wrong = (values < least) | (values >= above if above is not None else False)
+        if wrong.any():
+            rule = f"at least {least}" if above is None else f"from {least} to {above - 1}"
+            raise ValueError(f"`{name}` of {place} must be {rule}, got {values[wrong][0]}.")
+    try:
+        _check_lengths(row, COLUMNS)
+    except ValueError as error:
+        raise ValueError(f"{error} ({place})") from None
+
+
 def _check_lengths(row: Mapping[str, Any], names: Iterable[str]) -> None:
     count = len(row["input_ids"])
     for name in names:

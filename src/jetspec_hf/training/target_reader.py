@@ -24,7 +24,7 @@ from ..target import (
     length_limit_reason,
     takes_mask_per_kind,
 )
-from .blocks import document_positions
+from .blocks import document_positions, number_documents
 
 _PROBE_TOKENS = 16
 
@@ -127,7 +127,7 @@ class TargetReader:
             ValueError: If the target's positions depend on the other documents of the batch.
         """
         device = self.target.device
-        input_ids, document_ids = input_ids.to(device), document_ids.to(device)
+        input_ids, document_ids = input_ids.to(device), number_documents(document_ids.to(device))
         positions = document_positions(document_ids).masked_fill(document_ids < 0, 0)
         if self._limited:
             self._check_lengths(positions, document_ids)
@@ -236,6 +236,7 @@ class TargetReader:
         tokens = (torch.arange(1, _PROBE_TOKENS + 1, device=self.target.device) * step)[None] % config.vocab_size
         hidden = self.read(tokens, torch.zeros_like(tokens)).last_hidden
         bare = self._lm_head(hidden)
+        self.num_logits = bare.shape[-1]
         logits = self.target(input_ids=tokens, use_cache=self._shares_keys, return_dict=True).logits.to(bare.device)
         cap = getattr(config, "final_logit_softcapping", None)
         finish = _LogitFinish(_factor(bare, logits, cap), cap)

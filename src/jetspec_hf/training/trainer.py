@@ -123,7 +123,8 @@ class JetSpecTrainer(Trainer):
         """Reads all rows once; where the target's states are to be kept, returns rows that come with them."""
         if rows is None:
             return None, None
-        data = summarise_rows(rows, self.args.max_length, name)
+        embedded = getattr(self.target.get_input_embeddings(), "num_embeddings", self._config.vocab_size)
+        data = summarise_rows(rows, self.args.max_length, name, num_tokens=embedded)
         if self.args.feature_cache_dir is None:
             return data, rows
         taps = cast(list[int], self._config.target_layer_ids)
@@ -237,7 +238,8 @@ class JetSpecTrainer(Trainer):
                 return {"draft_states": states}
             drafted = head.draft_token_ids
             if drafted is None:
-                drafted = torch.arange(self._config.vocab_size, device=ids.device)
+                drafted = torch.arange(self.reader.num_logits, device=ids.device)
+                drafted = drafted.clamp(max=self._config.vocab_size - 1)  # as `branch.BranchScores`
             return {
                 "draft_states": states,
                 "branch_states": branch_states(head, self.reader, ids, states, blocks),
