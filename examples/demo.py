@@ -113,7 +113,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=physical_cores(), help="torch threads (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=24, help="per prompt (%(default)s)")
-    parser.add_argument("--tree-budget", type=int, default=16, help="tree nodes besides the root (%(default)s)")
+    parser.add_argument("--tree-budget", type=int, default=8, help="tree nodes besides the root (%(default)s)")
     parser.add_argument("--prompt", action="append", help="a prompt; may be given several times")
     return parser.parse_args(arguments)
 
