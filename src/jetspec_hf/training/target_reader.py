@@ -84,6 +84,9 @@ class TargetReader:
         target (`PreTrainedModel` or `PeftModel`): The model to be sped up, in evaluation mode.
         layer_ids (`list[int]`): Tapped layers; id `i` is the output of decoder layer `i`.
 
+    Attributes:
+        num_logits (`int`): Rows of the `lm_head`, of which some targets have more than tokens.
+
     Raises:
         ValueError: If a tree cannot be verified on the target, its prompts are learned by PEFT, or its logits are
             neither those of its `lm_head` nor a constant multiple or a soft cap of them.
