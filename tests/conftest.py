@@ -1,6 +1,8 @@
 """Settings every test runs under: no network, one thread, seeded."""
 
 import os
+import random
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -9,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from jetspec_hf.decoding.step_costs import LearnedCosts
 from support.oracle import OracleHead
 from support.tiny_targets import tiny_target
 
@@ -18,6 +21,41 @@ torch.set_num_threads(1)  # tiny tensors: more threads are slower, and results t
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--auto-budget",
+        action="store_true",
+        help="oracle heads draft with automatic budgets, under costs that jump from step to step",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _made_up_costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Automatic budgets see made-up times, so that no test depends on the machine: those of a machine on which nodes
+    are cheap, or with `--auto-budget` wild ones, as if it stalled now and then."""
+    if not request.config.getoption("--auto-budget"):
+        _observe(monkeypatch, draft=lambda: 0.1, verify=lambda nodes: 1.0 + 0.01 * nodes)
+        return
+    draws = random.Random(request.node.nodeid)
+    _observe(monkeypatch, draft=lambda: draws.uniform(0, 1), verify=lambda nodes: 10 ** draws.uniform(-1, 1))
+    know = OracleHead.draft_with
+
+    def draft_with(self: OracleHead, **knobs: int) -> OracleHead:
+        know(self, **{name: value for name, value in knobs.items() if name != "tree_budget"})
+        self.generation_config.tree_budget = "auto"
+        return self
+
+    monkeypatch.setattr(OracleHead, "draft_with", draft_with)
+
+
+def _observe(monkeypatch: pytest.MonkeyPatch, draft: Any, verify: Any) -> None:
+    observe_draft, observe_verify = LearnedCosts.observe_draft, LearnedCosts.observe_verify
+    monkeypatch.setattr(LearnedCosts, "observe_draft", lambda self, _: observe_draft(self, draft()))
+    monkeypatch.setattr(
+        LearnedCosts, "observe_verify", lambda self, nodes, _: observe_verify(self, nodes, verify(nodes))
+    )
 
 
 @pytest.fixture

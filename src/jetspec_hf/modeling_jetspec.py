@@ -7,9 +7,10 @@ distribution per drafted position. This file travels to the Hub with a head, so 
 
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,8 +23,12 @@ from .branch import BranchScores, JetSpecBranch
 from .configuration_jetspec import JetSpecConfig
 from .target import base_model, check_architecture, check_target, head_config_for
 
+_COMPANIONS = ("tokenizer", "results", "license", "custom_generate", "name")
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-DRAFTING_DEFAULTS = {"tree_budget": "auto", "tree_width": 16, "draft_depth": None}
+DRAFTING_DEFAULTS = {"tree_budget": "auto", "tree_width": 16, "draft_depth": None, "step_costs": None}
+ONLY_SAFETENSORS = (
+    "Heads are read from safetensors files alone: to read a pickle (.bin, .pt, .ckpt) is to run whatever it says."
+)
 
 
 class DraftCache(Protocol):
@@ -194,6 +199,7 @@ class JetSpecDraftHead(PreTrainedModel):
     _no_split_modules = ["JetSpecDecoderLayer"]  # noqa: RUF012  # `PreTrainedModel` declares it an instance variable
     _supports_sdpa = True
     _supports_attention_backend = True
+    sharing: ClassVar[Any] = None  # the module `hub.sharing`, set by the package: a copy of this file goes without
 
     def __init__(self, config: JetSpecConfig) -> None:
         super().__init__(config)
@@ -211,6 +217,7 @@ class JetSpecDraftHead(PreTrainedModel):
         self.generation_config = GenerationConfig(**DRAFTING_DEFAULTS)
         self.identity = uuid.uuid4().hex  # tells whose keys and values a cache carries, also after pickling
         self.last_acceptance: Any = None
+        self.experience: dict[str, Any] = {}  # per kind of target and batch, what automatic budgets learned
         self.tested_targets: set[str] = set()  # kinds of targets whose numerics a generation has already tested
         self.post_init()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
 
@@ -445,44 +452,94 @@ class JetSpecDraftHead(PreTrainedModel):
             `JetSpecDraftHead`: In evaluation mode.
 
         Raises:
-            ValueError: If the checkpoint is of a kind that cannot be represented, or its tensors are not exactly the
-                head's.
+            ValueError: If the checkpoint is of a kind that cannot be represented, if its tensors are not exactly the
+                head's, or if one has a NaN or an infinity.
+            OSError: If it has no safetensors file: pickles are not read.
         """
         path = pretrained_model_name_or_path
         if isinstance(path, str) and "::" in path:
             path, kwargs["subfolder"] = path.split("::", 1)
         wants_info = kwargs.pop("output_loading_info", False)
         places = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        kwargs.setdefault("ignore_mismatched_sizes", True)  # reported below, by name
-        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        problems = ["missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"]
+        if kwargs.get("ignore_mismatched_sizes"):
+            problems.remove("mismatched_keys")
+        loading = {**kwargs, "ignore_mismatched_sizes": True, "use_safetensors": True, "output_loading_info": True}
+        try:
+            loaded: Any = super().from_pretrained(path, *args, **loading)
+        except SafetensorError as error:
+            raise ValueError(f"The safetensors files of {path} must be whole, got a damaged one: {error}.") from error
+        except OSError as error:
+            if "safetensors" not in str(error):
+                raise
+            raise OSError(f"{error} {ONLY_SAFETENSORS}") from error
         head, info = loaded
-        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        for problem in problems:
             if info.get(problem):
                 raise ValueError(
                     f"The tensors of {path} must be exactly those its config describes, got {problem}: "
-                    f"{sorted(info[problem])}."
+                    f"{sorted(info[problem])}. `jetspec_hf.hub.read_checkpoint` reads other layouts too."
                 )
+        if getattr(head, "_hf_peft_config_loaded", False):
+            raise ValueError(f"A head's checkpoint must have no adapters beside the weights, got some in {path}.")
+        head.check_finite()
         head.check_draft_token_ids()
         head.generation_config = GenerationConfig(**{**DRAFTING_DEFAULTS, **cls._saved_knobs(path, places)})
         return (head, info) if wants_info else head
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Writes the head; see `PreTrainedModel.save_pretrained`.
+    def save_pretrained(
+        self, save_directory: Any, is_main_process: bool = True, *args: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Writes the head and, with the library installed, its model card.
 
         Args:
-            save_directory (`str` or `os.PathLike`): A folder.
+            save_directory (`str` or `os.PathLike`): A folder. A card that is there is brought up to date, not replaced.
+            is_main_process (`bool`, defaults to `True`): Whether this process is the one that writes.
             args: See `PreTrainedModel.save_pretrained`.
-            kwargs: See `PreTrainedModel.save_pretrained`.
+            push_to_hub (`bool`, defaults to `False`): Refused: [`JetSpecDraftHead.push_to_hub`] is the way.
+            kwargs: `tokenizer`, `results`, `license`, `custom_generate` and `name` as
+                [`~jetspec_hf.hub.write_companions`] takes them; any other as `PreTrainedModel.save_pretrained` does.
 
         Raises:
-            ValueError: If adapters stand in the head, which no checkpoint of a head has.
+            ValueError: If adapters stand in the head, which no checkpoint of a head has; or if it is to be pushed.
         """
         if kwargs.get("state_dict") is None and any(".lora_" in name for name, _ in self.named_parameters()):
             raise ValueError(
                 "A head must be saved without adapters, got one with LoRA: call `jetspec_hf.training.merge_lora` "
                 "first, or save it through its trainer."
             )
-        super().save_pretrained(save_directory, *args, **kwargs)
+        if push_to_hub:
+            raise ValueError(
+                "`push_to_hub` must be `False` in `save_pretrained`, got True: call `head.push_to_hub(repo_id)`."
+            )
+        companions = {name: kwargs.pop(name) for name in _COMPANIONS if name in kwargs}
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if self.sharing is not None and is_main_process:
+            self.sharing.write_companions(self, save_directory, **companions)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Pushes the head with its card and the code that decodes without the library.
+
+        Args:
+            repo_id (`str`): Where to; made if it does not exist.
+            kwargs: See [`~jetspec_hf.hub.push_head`]: `tokenizer`, `results`, `license`, `private`, `revision`, ...
+
+        Returns:
+            `CommitInfo`: The commit; as a string its address.
+        """
+        if self.sharing is None:
+            return super().push_to_hub(repo_id, **kwargs)
+        return self.sharing.push_head(self, repo_id, **kwargs)
+
+    def check_finite(self) -> None:
+        """Checks that every weight is a number: a NaN in one makes every draft a NaN.
+
+        Raises:
+            ValueError: If one is NaN or infinite; the message names the tensor.
+        """
+        for name, weight in self.named_parameters():
+            if weight.device.type != "meta" and weight.is_floating_point() and not weight.isfinite().all():
+                raise ValueError(f"`{name}` must have finite numbers only, got NaN or infinity.")
 
     def check_draft_token_ids(self) -> None:
         """Checks that the draft vocabulary is a list of different tokens of the target, in ascending order.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from jetspec_hf import AcceptanceStats, TokenTree
+from jetspec_hf.decoding.budget import BudgetDecision
 
 
 def tree(depths: list[list[int]]) -> TokenTree:
@@ -18,11 +19,15 @@ def tree(depths: list[list[int]]) -> TokenTree:
     )
 
 
+def record(stats: AcceptanceStats, depths: list[list[int]], paths: list[list[int]], rows: list[int]) -> None:
+    stats.record(tree(depths), depths, paths, rows, BudgetDecision(len(depths[0]) - 1, "fixed"))
+
+
 def test_one_row_over_three_steps() -> None:
     stats = AcceptanceStats.of_batch(1)
-    stats.record(tree([[0, 1, 1, 2]]), [[0, 1, 3]], rows=[0])
-    stats.record(tree([[0, 1, 2, 3]]), [[0]], rows=[0])
-    stats.record(tree([[0]]), [[0]], rows=[0])
+    record(stats, [[0, 1, 1, 2]], [[0, 1, 3]], rows=[0])
+    record(stats, [[0, 1, 2, 3]], [[0]], rows=[0])
+    record(stats, [[0]], [[0]], rows=[0])
     assert stats.steps == 3
     assert stats.accepted_lengths == [[3, 1, 1]]
     assert stats.tree_sizes == [3, 3, 0]
@@ -33,8 +38,8 @@ def test_one_row_over_three_steps() -> None:
 
 def test_rows_that_have_finished_do_not_count() -> None:
     stats = AcceptanceStats.of_batch(2)
-    stats.record(tree([[0, 1], [0, 1]]), [[0, 1], [0]], rows=[0, 1])
-    stats.record(tree([[0, 1], [0, 1]]), [[0, 1], []], rows=[0])
+    record(stats, [[0, 1], [0, 1]], [[0, 1], [0]], rows=[0, 1])
+    record(stats, [[0, 1], [0, 1]], [[0, 1], []], rows=[0])
     assert stats.accepted_lengths == [[2, 2], [1]]
     assert stats.mean_acceptance_length == 5 / 3
     assert stats.acceptance_by_depth == [2 / 3]

@@ -5,17 +5,56 @@ the bonus token and the walk ends. Nothing but the target's own choice is ever e
 and no rule accepts more often.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from ..tree import TokenTree
 from .writer import TokenWriter
 
 
-def accept(tree: TokenTree, logits: torch.Tensor, writer: TokenWriter) -> list[list[int]]:
-    """Emits the target's tokens along the tree.
+@dataclass(frozen=True)
+class HostTree:
+    """What the walk needs of a tree, as lists.
+
+    Attributes:
+        token_ids (`list[list[int]]`): Per row, the token of each node.
+        parents (`list[list[int]]`): Per row, the parent of each node.
+        depths (`list[list[int]]`): Per row, the depth of each node.
+        choices (`list[list[int]]`, *optional*): Per row, the target's greedy choice after each node, where it alone
+            decides and an accelerator has computed it for all of them.
+    """
+
+    token_ids: list[list[int]]
+    parents: list[list[int]]
+    depths: list[list[int]]
+    choices: list[list[int]] | None
+
+
+def to_host(tree: TokenTree, logits: torch.Tensor, writer: TokenWriter) -> HostTree:
+    """Brings a tree to the host, with the target's choices where that saves further waits for the device.
 
     Args:
         tree (`TokenTree`): The verified tree.
+        logits (`torch.Tensor` of shape `(batch, nodes, vocab)`): The target's logits after each node.
+        writer (`TokenWriter`): Says whether the largest logit alone decides.
+
+    Returns:
+        `HostTree`: The only wait for the device in a greedy step of fixed size.
+    """
+    tensors = [tree.token_ids, tree.parents, tree.depths]
+    ahead = writer.takes_largest and logits.device.type != "cpu"  # the CPU computes only those of the path
+    if ahead:
+        tensors.append(logits.argmax(dim=-1).to(tree.device))
+    lists: list[list[list[int]]] = torch.stack(tensors).tolist()
+    return HostTree(lists[0], lists[1], lists[2], lists[3] if ahead else None)
+
+
+def accept(tree: HostTree, logits: torch.Tensor, writer: TokenWriter) -> list[list[int]]:
+    """Emits the target's tokens along the tree.
+
+    Args:
+        tree (`HostTree`): The verified tree.
         logits (`torch.Tensor` of shape `(batch, nodes, vocab)`): The target's logits after each node.
         writer (`TokenWriter`): Chooses and hands out the tokens.
 
@@ -23,20 +62,14 @@ def accept(tree: TokenTree, logits: torch.Tensor, writer: TokenWriter) -> list[l
         `list[list[int]]`: Per row, the nodes whose tokens are committed now, the root first; the last emitted token is
         not among them, it is the next anchor. Empty for rows that had finished before.
     """
-    children = [
-        {
-            (parent, token): node
-            for node, (parent, token) in reversed(list(enumerate(zip(parents, tokens, strict=True))))
-        }
-        for parents, tokens in zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
-    ]
-    paths: list[list[int]] = [[] for _ in range(tree.batch_size)]
-    nodes = [0] * tree.batch_size
+    children = [_children(parents, tokens) for parents, tokens in zip(tree.parents, tree.token_ids, strict=True)]
+    paths: list[list[int]] = [[] for _ in children]
+    nodes = [0] * len(children)
     rows = writer.active_rows
     while rows:
         for row in rows:
             paths[row].append(nodes[row])
-        tokens = writer.write(rows, logits[rows, [nodes[row] for row in rows]])
+        tokens = _next_tokens(tree, logits, writer, rows, nodes)
         descending = []
         for row, token in zip(rows, tokens, strict=True):
             child = children[row].get((nodes[row], token))
@@ -46,4 +79,22 @@ def accept(tree: TokenTree, logits: torch.Tensor, writer: TokenWriter) -> list[l
         if writer.done or (writer.lockstep and len(descending) < len(rows)):
             break
         rows = descending
+    writer.flush()
     return paths
+
+
+def _children(parents: list[int], tokens: list[int]) -> dict[tuple[int, int], int]:
+    """The node below a parent with a token; the first of several that carry the same."""
+    nodes = range(len(parents) - 1, -1, -1)
+    return {(parents[node], tokens[node]): node for node in nodes}
+
+
+def _next_tokens(
+    tree: HostTree, logits: torch.Tensor, writer: TokenWriter, rows: list[int], nodes: list[int]
+) -> list[int]:
+    """The target's tokens after the nodes at which these rows are."""
+    if not writer.takes_largest:
+        return writer.write(rows, logits[rows, [nodes[row] for row in rows]])
+    if tree.choices is not None:
+        return writer.take(rows, [tree.choices[row][nodes[row]] for row in rows])
+    return writer.take(rows, [int(logits[row, nodes[row]].argmax()) for row in rows])

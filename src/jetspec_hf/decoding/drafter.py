@@ -6,7 +6,7 @@ draft.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,8 +15,8 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from ..modeling_jetspec import DRAFTING_DEFAULTS, JetSpecDraftHead
 from ..target import OutputRows
 from ..tree import TokenTree, build_tree
+from .step_costs import StepCosts
 
-AUTO_TREE_BUDGET = 32
 _CONTEXT_NAME = "jetspec_context"  # the attribute of the target's cache that holds the `DraftContext`
 
 
@@ -25,16 +25,18 @@ class DraftingKnobs:
     """The shape of the trees of one generation.
 
     Args:
-        tree_budget (`int`): Nodes verified besides the root.
+        tree_budget (`int` or `"auto"`): Nodes verified besides the root.
         tree_width (`int`): Children per node.
         draft_depth (`int`): Longest path, at most the head's block size minus one.
         temperature (`float`): Divides the draft logits; that of the sampling, 1 for greedy decoding.
+        step_costs (`StepCosts`, *optional*): What the automatic budget takes a step to cost, instead of the clock.
     """
 
-    tree_budget: int
+    tree_budget: int | Literal["auto"]
     tree_width: int
     draft_depth: int
     temperature: float
+    step_costs: StepCosts | None = None
 
     @classmethod
     def resolve(cls, head: JetSpecDraftHead, target: PreTrainedModel, call: GenerationConfig) -> "DraftingKnobs":
@@ -67,7 +69,8 @@ class DraftingKnobs:
                 f"`draft_depth` must be an integer from 1 to the head's block size minus one, {longest}, got {depth!r}."
             )
         temperature = call.temperature if call.do_sample and call.temperature else 1.0
-        return cls(AUTO_TREE_BUDGET if budget == "auto" else budget, width, depth, float(temperature))
+        costs = None if values["step_costs"] is None else StepCosts.from_dict(values["step_costs"])
+        return cls(budget, width, depth, float(temperature), costs)
 
 
 def _is_integer(value: object) -> bool:
@@ -317,24 +320,23 @@ class Drafter:
         logits = self._head.draft_logits(anchor_ids, self._state)
         return logits[:, : self._state.draft_depth].to(anchor_ids.device)
 
-    def build(self, anchor_ids: torch.Tensor, draft_logits: torch.Tensor, most_nodes: int | None) -> TokenTree:
+    def build(self, anchor_ids: torch.Tensor, draft_logits: torch.Tensor, tree_budget: int) -> TokenTree:
         """The most probable tree of these draft logits.
 
         Args:
             anchor_ids (`torch.LongTensor` of shape `(batch,)`): The roots.
             draft_logits (`torch.Tensor` of shape `(batch, depth, vocab)`): See [`Drafter.draft`].
-            most_nodes (`int`, *optional*): Slots that a static cache still has for nodes besides the root.
+            tree_budget (`int`): Nodes besides the root.
 
         Returns:
             `TokenTree`: At most `tree_budget` nodes besides the root.
         """
         knobs = self._knobs
-        budget = knobs.tree_budget if most_nodes is None else min(knobs.tree_budget, most_nodes)
         drafted = self._head.draft_token_ids
         return build_tree(
             anchor_ids,
             draft_logits,
-            tree_budget=budget,
+            tree_budget=tree_budget,
             tree_width=knobs.tree_width,
             temperature=knobs.temperature,
             branch=self._head.branch_term(self._state),
@@ -343,5 +345,5 @@ class Drafter:
 
     @property
     def drafts(self) -> bool:
-        """Whether trees have any node besides the root."""
-        return self._knobs.tree_budget > 0
+        """Whether trees may have any node besides the root."""
+        return self._knobs.tree_budget != 0

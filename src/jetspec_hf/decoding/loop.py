@@ -12,10 +12,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..modeling_jetspec import JetSpecDraftHead
 from ..tree import TokenTree
-from .accept import accept
+from .accept import accept, to_host
+from .budget import BudgetDecision, Experience, TreeBudget, make_budget
 from .cache import CACHE_NAME, is_static
 from .drafter import Drafter, DraftingKnobs
 from .output import AcceptanceStats, HiddenStates, JetSpecGenerateOutput
+from .self_test import signature
 from .taps import FeatureTaps
 from .verifier import Verifier
 from .writer import TokenWriter
@@ -55,12 +57,12 @@ def tree_decoding(
     """
     taps = FeatureTaps(target, head.config.target_layer_ids)
     verifier = Verifier(target, taps, model_kwargs, generation_config)
-    drafter = Drafter(
-        head, target, verifier.cache, DraftingKnobs.resolve(head, target, generation_config), input_ids.shape[0]
-    )
+    knobs = DraftingKnobs.resolve(head, target, generation_config)
+    drafter = Drafter(head, target, verifier.cache, knobs, input_ids.shape[0])
     keeps_cache = bool(generation_config.return_dict_in_generate or getattr(verifier.cache, "_is_user_defined", False))
     lockstep = is_static(verifier.cache)  # it has no slots to spare for rows that are ahead of others
     writer = TokenWriter(input_ids, logits_processor, stopping_criteria, generation_config, streamer, lockstep)
+    budget = _make_budget(knobs, head, target, writer, is_static(verifier.cache))
     stats = head.last_acceptance = AcceptanceStats.of_batch(writer.batch_size)
     hidden_states = HiddenStates(generation_config)
 
@@ -79,16 +81,18 @@ def tree_decoding(
                 continue
             stats.step_seconds.append({})
             rows = writer.growing_rows
-            tree = _draft_tree(drafter, verifier, writer, stats)
+            tree, decision = _draft_tree(drafter, verifier, writer, budget, stats)
             with stats.timed("verify"):
                 outputs = verifier.verify(tree, last_depths=[max(left - 1, 0) for left in writer.remaining])
             with stats.timed("accept"):
-                paths = accept(tree, outputs.logits, writer)
+                on_host = to_host(tree, outputs.logits, writer)
+                paths = accept(on_host, outputs.logits, writer)
             with stats.timed("commit"):
                 drafter.see(verifier.commit(paths))
                 hidden_states.add_path(outputs, paths)
             del outputs
-            stats.record(tree, paths, rows)
+            stats.record(tree, on_host.depths, paths, rows, decision)
+            budget.learn(paths, rows, stats.step_seconds[-1])
 
         if keeps_cache:
             _catch_up(drafter, verifier, writer)
@@ -108,19 +112,36 @@ def tree_decoding(
     return JetSpecGenerateOutput(**fields)
 
 
-def _draft_tree(drafter: Drafter, verifier: Verifier, writer: TokenWriter, stats: AcceptanceStats) -> TokenTree:
+def _make_budget(
+    knobs: DraftingKnobs, head: JetSpecDraftHead, target: PreTrainedModel, writer: TokenWriter, static: bool
+) -> TreeBudget:
+    """The budget of the knobs; what an automatic one learns stays on the head, per kind of target and batch."""
+    shared = (getattr(target, "tp_size", None) or 1) > 1  # ranks of one model must verify the same trees
+    kind = f"{signature(target)} {target.device} rows={writer.batch_size} lockstep={writer.lockstep} static={static}"
+    experience = None if shared else head.experience.setdefault(kind, Experience())
+    return make_budget(knobs.tree_budget, knobs.step_costs, experience, static)
+
+
+def _draft_tree(
+    drafter: Drafter, verifier: Verifier, writer: TokenWriter, budget: TreeBudget, stats: AcceptanceStats
+) -> tuple[TokenTree, BudgetDecision]:
     """The step's tree: the root alone if no more can be accepted, padding below it in rows that only get padding."""
     anchor_ids = writer.anchors().to(verifier.device)
     depth = max(writer.remaining) - 1  # the last token is always the target's own
     free = verifier.free_nodes
     if depth < 1 or (free is not None and free < 1) or not drafter.drafts:
-        return TokenTree.root_only(anchor_ids)
+        return TokenTree.root_only(anchor_ids), budget.skip()
+    decision = budget.before_draft(free)
+    if decision.tree_budget == 0:
+        return TokenTree.root_only(anchor_ids), decision
     with stats.timed("draft"):
         draft_logits = drafter.draft(anchor_ids, verifier.anchor_positions, depth)
     with stats.timed("build"):
-        tree = drafter.build(anchor_ids, draft_logits, free)
+        tree = drafter.build(anchor_ids, draft_logits, decision.tree_budget)
+        decision = budget.after_build(tree, writer.growing_rows)
+        tree = tree.prefix(decision.tree_budget)
         padding = [writer.is_padding(row) for row in range(writer.batch_size)]
-        return _with_padding_chains(tree, padding, writer.pad_id) if any(padding) else tree
+        return _with_padding_chains(tree, padding, writer.pad_id) if any(padding) else tree, decision
 
 
 def _with_padding_chains(tree: TokenTree, padding: list[bool], pad_id: int) -> TokenTree:

@@ -1,6 +1,7 @@
 """What a generation with a draft head returns besides the tokens."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..tree import TokenTree
+from .budget import BudgetDecision
 
 PHASES = ("draft", "build", "verify", "accept", "commit")
 
@@ -24,6 +26,7 @@ class AcceptanceStats:
             unfinished: the accepted nodes and the bonus token.
         steps (`int`): Target forwards after the prefill.
         tree_sizes (`list[int]`): Per step, the nodes verified besides the root.
+        decisions (`list[BudgetDecision]`): Per step, why the tree had that size, and what was expected of it.
         reached_by_depth (`list[int]`): Row-steps whose tree had a node at depth 1, 2, ...
         accepted_by_depth (`list[int]`): Row-steps that accepted a node at depth 1, 2, ...
         prefill_seconds (`float`): Time of the prefill and the first token.
@@ -36,6 +39,7 @@ class AcceptanceStats:
     accepted_lengths: list[list[int]]
     steps: int = 0
     tree_sizes: list[int] = field(default_factory=list)
+    decisions: list[BudgetDecision] = field(default_factory=list)
     reached_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
@@ -66,18 +70,33 @@ class AcceptanceStats:
         sums = {phase: sum(step.get(phase, 0.0) for step in self.step_seconds) for phase in PHASES}
         return {"prefill": self.prefill_seconds, **sums}
 
-    def record(self, tree: TokenTree, paths: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Steps by the reason for the size of their tree, the most frequent first."""
+        return dict(Counter(decision.reason for decision in self.decisions).most_common())
+
+    def record(
+        self,
+        tree: TokenTree,
+        depths: Sequence[Sequence[int]],
+        paths: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        decision: BudgetDecision,
+    ) -> None:
         """Adds one step.
 
         Args:
             tree (`TokenTree`): The verified tree.
+            depths (`list[list[int]]`): Its nodes' depths.
             paths (`list[list[int]]`): Per row, the committed nodes, the root first.
             rows (`list[int]`): The rows that were unfinished before the step.
+            decision (`BudgetDecision`): Why the tree had its size.
         """
         self.steps += 1
+        self.decisions.append(decision)
         self.tree_sizes.append(tree.num_nodes - 1)
         self.last_tree, self.last_path = tree, [list(path) for path in paths]
-        deepest = tree.depths.amax(dim=1).tolist()
+        deepest = [max(of_row) for of_row in depths]
         for counts in (self.reached_by_depth, self.accepted_by_depth):
             counts.extend([0] * (max(deepest[row] for row in rows) - len(counts)))
         for row in rows:

@@ -9,7 +9,8 @@ from typing import cast
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process, stopping_criteria
+from transformers.generation import logits_process
+from transformers.generation import stopping_criteria as stopping_criteria_module
 from transformers.generation.streamers import BaseStreamer
 
 # These look at one row's ids and scores and keep nothing between calls, so rows may be at different lengths.
@@ -41,10 +42,11 @@ _ROWWISE_PROCESSORS = tuple(
     )
 )
 _ROWWISE_CRITERIA = (
-    stopping_criteria.MaxLengthCriteria,
-    stopping_criteria.EosTokenCriteria,
-    stopping_criteria.StopStringCriteria,
+    stopping_criteria_module.MaxLengthCriteria,
+    stopping_criteria_module.EosTokenCriteria,
+    stopping_criteria_module.StopStringCriteria,
 )
+_HOST_CRITERIA = (stopping_criteria_module.MaxLengthCriteria, stopping_criteria_module.EosTokenCriteria)
 
 
 class TokenWriter:
@@ -92,9 +94,20 @@ class TokenWriter:
         self._streamed = input_ids.shape[1]
         recorded = self.scores is not None or self.logits is not None or bool(records)
         self.lockstep = lockstep or self.batch_size == 1 or recorded or not self._rows_are_independent()
+        # whether the token is the largest logit's and length and EOS alone end a row: then the host needs no tensors
+        self.takes_largest = not (self._do_sample or len(logits_processor) or recorded) and all(
+            type(criterion) in _HOST_CRITERIA for criterion in stopping_criteria
+        )
+        self._eos_ids = {
+            token
+            for criterion in stopping_criteria
+            if isinstance(criterion, stopping_criteria_module.EosTokenCriteria)
+            for token in criterion.eos_token_id.tolist()
+        }
+        self._fresh: list[list[int]] = [[] for _ in range(self.batch_size)]  # taken, not yet in `_ids`
 
     def _rows_are_independent(self) -> bool:
-        kinds = _ROWWISE_CRITERIA if self._pads else (stopping_criteria.MaxLengthCriteria,)
+        kinds = _ROWWISE_CRITERIA if self._pads else (stopping_criteria_module.MaxLengthCriteria,)
         return all(type(processor) in _ROWWISE_PROCESSORS for processor in self._processors) and all(
             type(criterion) in kinds for criterion in self._criteria
         )
@@ -159,6 +172,39 @@ class TokenWriter:
         self._stream()
         return tokens
 
+    def take(self, rows: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """[`write`] where `takes_largest`: the host knows the tokens; [`flush`] hands them out.
+
+        Args:
+            rows (`list[int]`): Rows, in ascending order; in lockstep all of them.
+            tokens (`list[int]`): The largest logits' tokens.
+
+        Returns:
+            `list[int]`: The tokens, padding in rows that only get padding.
+        """
+        taken = [self._pad_id if self.is_padding(row) else token for row, token in zip(rows, tokens, strict=True)]
+        for row, token in zip(rows, taken, strict=True):
+            self._fresh[row].append(token)
+            self.lengths[row] += 1
+            if token in self._eos_ids or self.lengths[row] >= self._max_length:
+                self.finished[row] = True
+        return taken
+
+    def flush(self) -> None:
+        """Appends what [`take`] was given to the sequences, and to the stream."""
+        if not any(self._fresh):
+            return
+        self._reserve(max(self.lengths))
+        for row, tokens in enumerate(self._fresh):
+            if tokens:
+                start = self.lengths[row] - len(tokens)
+                self._ids[row, start : self.lengths[row]] = torch.tensor(tokens, device=self._ids.device)
+                tokens.clear()
+        for criterion in self._criteria:
+            if isinstance(criterion, stopping_criteria_module.MaxLengthCriteria):
+                criterion(self._prefix(max(self.lengths)), None)  # it warns of texts longer than the target knows
+        self._stream()
+
     def _write_group(self, rows: list[int], length: int, logits: torch.Tensor) -> list[int]:
         """`write` for rows of one length, the others filling up the batch that processors and criteria expect."""
         whole = len(rows) == self.batch_size
@@ -198,12 +244,16 @@ class TokenWriter:
         return cast(torch.LongTensor, self._ids[:, :length].contiguous())
 
     def _append(self, rows: list[int], length: int, tokens: torch.Tensor) -> None:
-        if length == self._ids.shape[1]:
-            room = max(64, length)
-            self._ids = torch.cat([self._ids, self._ids.new_full((self.batch_size, room), self._pad_id)], dim=1)
+        self._reserve(length + 1)
         self._ids[rows, length] = tokens
         for row in rows:
             self.lengths[row] = length + 1
+
+    def _reserve(self, length: int) -> None:
+        """Makes room for so many tokens, by doubling."""
+        if length > self._ids.shape[1]:
+            room = max(64, length)
+            self._ids = torch.cat([self._ids, self._ids.new_full((self.batch_size, room), self._pad_id)], dim=1)
 
     def _stream(self) -> None:
         """Hands out the positions that every row has reached; finished rows have padding there."""

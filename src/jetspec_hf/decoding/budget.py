@@ -1,0 +1,237 @@
+"""How many nodes to verify: a fixed number, or the number that pays most on this machine and this text.
+
+Every prefix of a tree's nodes is a tree, so after the draft all sizes are open. A step of `n` nodes commits
+`1 + E(n)` tokens and costs `t_verify(n)` more seconds; with `r` the best rate that can be had, in tokens per second,
+the choice is `argmax_n 1 + E(n) - r t_verify(n)`. The draft is paid for by then, so whether to draft at all is decided
+before: while drafting does not beat plain decoding, it pauses, and tries again later. See docs/how_it_works.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ..tree import TokenTree
+from .calibration import Calibration
+from .step_costs import LADDER, PRIOR_COSTS, STATIC_LADDER, CostModel, LearnedCosts, StepCosts
+
+FIXED, BEST, PLAIN = "fixed", "best rate", "a plain step pays more"
+PAUSED, MEASURING, NOTHING = "paused", "measuring a plain step", "nothing can be accepted"
+
+_VERIFY_PHASES = ("verify", "accept", "commit")  # of a step, draft and build aside
+_FIRST = 4  # nodes of the first tree on a machine of which nothing is known
+_GROWTH = 4  # how many times larger than the largest measured tree the next may be
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 4, 64
+_STALE = 256  # steps after which a close call measures the plain step again
+_CLOSE = 1.3  # advantage over plain decoding below which a call is close
+_WEIGHT = 0.25  # of the newest step in the running rate of drafting
+
+
+@dataclass(frozen=True)
+class BudgetDecision:
+    """Why a step had the tree it had.
+
+    Attributes:
+        tree_budget (`int`): Nodes to verify besides the root.
+        reason (`str`): One of the constants of this module.
+        expected_tokens (`float`, *optional*): Tokens the step was expected to commit, per growing row.
+        expected_seconds (`float`, *optional*): Time it was expected to take, draft included.
+        plain_seconds (`float`, *optional*): The same of a plain step.
+    """
+
+    tree_budget: int
+    reason: str
+    expected_tokens: float | None = None
+    expected_seconds: float | None = None
+    plain_seconds: float | None = None
+
+    @property
+    def expected_speedup(self) -> float | None:
+        """Over plain decoding, `None` where nothing was expected."""
+        if self.expected_tokens is None or not self.expected_seconds or self.plain_seconds is None:
+            return None
+        return self.expected_tokens * self.plain_seconds / self.expected_seconds
+
+
+class TreeBudget(Protocol):
+    """What the decoding loop asks for the size of a step's tree."""
+
+    def skip(self) -> BudgetDecision:
+        """A step in which nothing can be drafted."""
+
+    def before_draft(self, limit: int | None) -> BudgetDecision:
+        """The most nodes that the step may verify; 0: no draft.
+
+        Args:
+            limit (`int`, *optional*): Slots that a static cache still has for them.
+        """
+
+    def after_build(self, tree: TokenTree, rows: Sequence[int]) -> BudgetDecision:
+        """How many of the built nodes to verify.
+
+        Args:
+            tree (`TokenTree`): As built, of at most the nodes that `before_draft` allowed.
+            rows (`list[int]`): Rows that are still growing.
+        """
+
+    def learn(self, paths: Sequence[Sequence[int]], rows: Sequence[int], seconds: dict[str, float]) -> None:
+        """Takes in how the step went.
+
+        Args:
+            paths (`list[list[int]]`): Per row, the committed nodes, the root first.
+            rows (`list[int]`): Rows that were still growing before the step.
+            seconds (`dict[str, float]`): By phase.
+        """
+
+
+class FixedBudget:
+    """The same number of nodes in every step.
+
+    Args:
+        tree_budget (`int`): Nodes besides the root.
+    """
+
+    def __init__(self, tree_budget: int) -> None:
+        self._tree_budget = tree_budget
+
+    def skip(self) -> BudgetDecision:
+        """See [`TreeBudget`]."""
+        return BudgetDecision(0, NOTHING)
+
+    def before_draft(self, limit: int | None) -> BudgetDecision:
+        """See [`TreeBudget`]."""
+        return BudgetDecision(self._tree_budget if limit is None else min(limit, self._tree_budget), FIXED)
+
+    def after_build(self, tree: TokenTree, rows: Sequence[int]) -> BudgetDecision:
+        """See [`TreeBudget`]."""
+        return BudgetDecision(tree.num_nodes - 1, FIXED)
+
+    def learn(self, paths: Sequence[Sequence[int]], rows: Sequence[int], seconds: dict[str, float]) -> None:
+        """Learns nothing."""
+
+
+@dataclass
+class Experience:
+    """What a head has learned with one kind of target and batch; kept on the head between generations."""
+
+    costs: LearnedCosts = field(default_factory=LearnedCosts)
+    calibration: Calibration = field(default_factory=Calibration)
+
+
+class AutoBudget:
+    """The number of nodes that pays most, step by step.
+
+    Args:
+        costs (`CostModel`): A table, or what is learned from the steps.
+        calibration (`Calibration`): How far the head's probabilities can be believed; learned from the steps.
+        static (`bool`, defaults to `False`): Whether few sizes are better, since each may be compiled.
+    """
+
+    def __init__(self, costs: CostModel, calibration: Calibration, static: bool = False) -> None:
+        self._costs = costs
+        self._calibration = calibration
+        self._ladder = STATIC_LADDER if static else LADDER
+        self._paused = 0  # steps until the next draft
+        self._pause = _SHORTEST_PAUSE
+        self._tokens = self._cost = 0.0  # of drafted steps lately: tokens, and the cost in plain steps
+        self._tree: list[list[float]] | None = None  # log-probabilities of the tree just built
+        self._decision = self.skip()
+
+    def skip(self) -> BudgetDecision:
+        """See [`TreeBudget`]."""
+        self._tree, self._decision = None, BudgetDecision(0, NOTHING)
+        return self._decision
+
+    def before_draft(self, limit: int | None) -> BudgetDecision:
+        """See [`TreeBudget`]."""
+        self._tree = None
+        self._decision = self._before_draft(limit)
+        return self._decision
+
+    def _before_draft(self, limit: int | None) -> BudgetDecision:
+        plain = self._costs.verify(0)
+        if self._paused > 0:
+            self._paused -= 1
+            return BudgetDecision(0, PAUSED, 1.0, plain, plain)
+        if isinstance(self._costs, LearnedCosts) and self._plain_is_unknown(self._costs):
+            return BudgetDecision(0, MEASURING, 1.0, plain, plain)
+        most = max(size for size in self._ladder if self._may_try(size) and (limit is None or size <= limit))
+        return BudgetDecision(most, BEST if most else NOTHING, plain_seconds=plain)
+
+    def _plain_is_unknown(self, costs: LearnedCosts) -> bool:
+        """Whether a plain step should be measured: after the first tree, and later while the call is close."""
+        if costs.plain_age is None:
+            return costs.steps > 0
+        return costs.plain_age > _STALE and self._speedup() < _CLOSE
+
+    def _may_try(self, size: int) -> bool:
+        """Sizes far above the largest measured one wait, for their costs are guesses."""
+        if not isinstance(self._costs, LearnedCosts):
+            return True
+        least = next(size for size in self._ladder if size >= _FIRST)
+        return size <= max(least, _GROWTH * self._costs.largest_measured)
+
+    def _speedup(self) -> float:
+        """Of drafted steps lately over plain ones; 0 before the first."""
+        return self._tokens / self._cost if self._cost else 0.0
+
+    def after_build(self, tree: TokenTree, rows: Sequence[int]) -> BudgetDecision:
+        """See [`TreeBudget`]. The tree's probabilities come to the host: one wait for the device."""
+        log_probs, depths = torch.stack([tree.log_probs, tree.depths.float()]).tolist()
+        self._tree = log_probs
+        sizes = sorted({size for size in self._ladder if size < tree.num_nodes} | {tree.num_nodes - 1})
+        chances = [self._calibration.expected(log_probs[row][1:], depths[row][1:], sizes) for row in rows]
+        tokens = [1.0 + sum(sum(of_row[index]) for of_row in chances) / len(rows) for index in range(len(sizes))]
+        seconds = [self._costs.verify(size) for size in sizes]
+        plain, draft = self._costs.verify(0), self._costs.draft
+        rate = max(self._speedup(), 1.0) / plain
+        best = max(range(len(sizes)), key=lambda index: tokens[index] - rate * seconds[index])
+        expected = seconds[best] + draft
+        self._weigh(tokens[best], expected / plain)
+        reason = BEST if sizes[best] else PLAIN
+        self._decision = BudgetDecision(sizes[best], reason, tokens[best], expected, plain)
+        return self._decision
+
+    def _weigh(self, tokens: float, cost: float) -> None:
+        """Updates what drafting is worth, and pauses it while plain decoding is faster."""
+        pays_again = tokens > cost and self._speedup() < 1.0
+        weight = 1.0 if pays_again or not self._cost else _WEIGHT
+        self._tokens += weight * (tokens - self._tokens)
+        self._cost += weight * (cost - self._cost)
+        if self._speedup() >= 1.0:
+            self._pause = _SHORTEST_PAUSE
+        else:
+            self._paused, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+
+    def learn(self, paths: Sequence[Sequence[int]], rows: Sequence[int], seconds: dict[str, float]) -> None:
+        """See [`TreeBudget`]."""
+        nodes = self._decision.tree_budget
+        if isinstance(self._costs, LearnedCosts):
+            if self._tree is not None:
+                self._costs.observe_draft(seconds.get("draft", 0.0) + seconds.get("build", 0.0))
+            self._costs.observe_verify(nodes, sum(seconds.get(phase, 0.0) for phase in _VERIFY_PHASES))
+        if self._tree is not None:
+            for row in rows:
+                self._calibration.learn(self._tree[row][1 : nodes + 1], [node - 1 for node in paths[row][1:]])
+
+
+def make_budget(
+    tree_budget: Any, step_costs: StepCosts | None, experience: Experience | None, static: bool
+) -> TreeBudget:
+    """The budget that the knobs ask for.
+
+    Args:
+        tree_budget (`int` or `"auto"`): The knob.
+        step_costs (`StepCosts`, *optional*): A table of costs: choices then depend on the text alone.
+        experience (`Experience`, *optional*): What to learn into where there is no table; `None` where time must not
+            matter at all, since several processes must choose alike.
+        static (`bool`): Whether the cache is static.
+    """
+    if tree_budget != "auto":
+        return FixedBudget(tree_budget)
+    if step_costs is not None:
+        return AutoBudget(step_costs, Calibration(), static)
+    if experience is None:
+        return AutoBudget(PRIOR_COSTS, Calibration(), static)
+    return AutoBudget(experience.costs, experience.calibration, static)

@@ -1,0 +1,92 @@
+"""What a step is taken to cost: tables, and what is learned from steps."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from jetspec_hf.decoding.step_costs import LADDER, LearnedCosts, StepCosts
+
+
+@pytest.fixture(autouse=True)
+def _made_up_costs() -> None:
+    """These tests say themselves what is observed."""
+
+
+def learned(*observations: tuple[int, float]) -> LearnedCosts:
+    costs = LearnedCosts()
+    for nodes, seconds in observations:
+        costs.observe_verify(nodes, seconds)
+    return costs
+
+
+def test_a_table_is_read_along_straight_lines() -> None:
+    costs = StepCosts(0.5, {0: 1.0, 4: 2.0, 8: 6.0})
+    assert [costs.verify(nodes) for nodes in (0, 2, 4, 5, 8)] == [1.0, 1.5, 2.0, 3.0, 6.0]
+    assert costs.verify(16) == 6.0 + 8 * 5.0 / 8
+
+
+def test_a_table_of_a_plain_step_alone_says_that_nodes_are_free() -> None:
+    assert StepCosts(0.0, {0: 1.0}).verify(9) == 1.0
+
+
+def test_a_table_survives_json() -> None:
+    costs = StepCosts(0.01, {0: 0.05, 8: 0.07})
+    assert StepCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ([], r"must be a dict such as"),
+        ({"draft": 0.1}, r"must be a dict such as .* got \{'draft': 0.1\}"),
+        ({"draft": 0.1, "verify": {"0": 1.0}, "build": 1.0}, r"must be a dict such as"),
+        ({"draft": 0.1, "verify": {"many": 1.0}}, r"numbers of nodes in `verify`, got \['many'\]"),
+        ({"draft": 0.1, "verify": {"4": 1.0}}, r"0 \(a plain step\) among them, got \[4\]"),
+        ({"draft": 0.1, "verify": {"0": 1.0, "-1": 1.0}}, r"got \[-1, 0\]"),
+        ({"draft": 0.1, "verify": {"0": 0}}, r"seconds above 0, got 0 for verify\[0\]"),
+        ({"draft": float("nan"), "verify": {"0": 1.0}}, r"got nan for draft"),
+        ({"draft": "0.1", "verify": {"0": 1.0}}, r"got '0.1' for draft"),
+        ({"draft": 0.1, "verify": {"0": True}}, r"got True for verify\[0\]"),
+    ],
+)
+def test_a_malformed_table_is_refused_by_name(values: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        StepCosts.from_dict(values)
+
+
+def test_before_anything_is_measured_costs_are_counted_in_plain_steps() -> None:
+    costs = LearnedCosts()
+    assert costs.verify(0) == 1.0
+    assert [costs.verify(nodes) for nodes in LADDER] == sorted(costs.verify(nodes) for nodes in LADDER)
+    assert 0 < costs.draft < 1
+
+
+def test_the_first_observation_of_a_size_does_not_count_once_there_is_another() -> None:
+    assert learned((0, 50.0)).verify(0) == 50.0
+    assert learned((0, 50.0), (0, 1.0)).verify(0) == 1.0
+
+
+def test_the_median_forgives_an_outlier() -> None:
+    assert learned((0, 9.0), (0, 1.0), (0, 40.0), (0, 1.5)).verify(0) == 1.5
+
+
+def test_a_larger_tree_never_costs_less() -> None:
+    observed = [(0, 1.0)] * 3 + [(4, 3.0)] * 2 + [(8, 2.0)] * 4  # once 3.0 against three times 2.0
+    costs = learned(*observed)
+    assert costs.verify(4) == costs.verify(8) == pytest.approx((3.0 + 3 * 2.0) / 4)
+
+
+def test_beyond_the_largest_measured_size_the_line_goes_on() -> None:
+    costs = learned(*[(0, 1.0)] * 2, *[(8, 3.0)] * 2)
+    assert costs.verify(16) == 5.0
+    assert costs.largest_measured == 8
+
+
+def test_a_size_that_is_not_seen_for_long_is_forgotten_but_a_plain_step_never() -> None:
+    costs = learned(*[(0, 1.0)] * 2, *[(4, 100.0)] * 2, *[(8, 2.0)] * (LearnedCosts.REMEMBERED + 2))
+    assert costs.verify(4) == 1.5
+    assert costs.verify(0) == 1.0
+    assert costs.plain_age == LearnedCosts.REMEMBERED + 4
