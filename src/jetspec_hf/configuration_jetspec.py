@@ -8,13 +8,28 @@ import os
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeGuard, cast
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from .published_config import default_target_layer_ids, is_published_config, translate_published_config
+from .published_config import (
+    architectures_of,
+    default_target_layer_ids,
+    is_published_config,
+    translate_published_config,
+)
 
 LAYER_KINDS = ("full_attention", "sliding_attention")
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+# How a head runs is for whoever loads it to say: in a file these would fetch kernels, patch classes, name other files.
+_KEYS_OF_THE_LOADER = (
+    "attn_implementation",
+    "experts_implementation",
+    "fusion_config",
+    "kernel_config",
+    "distributed_config",
+    "transformers_weights",
+)
 _POSITIVE_INTEGERS = (
     "vocab_size",
     "hidden_size",
@@ -135,6 +150,12 @@ class JetSpecConfig(PreTrainedConfig):
                 self.num_target_layers = 36
             if _is_positive_integer(self.num_target_layers) and _is_positive_integer(self.num_hidden_layers):
                 self.target_layer_ids = default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
+        for name, kind, rule in (
+            ("rope_parameters", dict, "a dictionary"),
+            ("layer_types", list, "a list of layer kinds"),
+        ):
+            if not isinstance(value := getattr(self, name), kind | None):
+                raise ValueError(f"`{name}` must be `None` or {rule}, got {value!r}.")
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
         self.check_fields()
 
@@ -178,7 +199,7 @@ class JetSpecConfig(PreTrainedConfig):
             raise ValueError(
                 "`tie_word_embeddings` must be `False`, got True: a draft head has no embeddings of its own."
             )
-        if self.hidden_act not in ACT2FN:
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
             raise ValueError(
                 f"`hidden_act` must be the name of an activation in transformers, got {self.hidden_act!r}."
             )
@@ -260,20 +281,43 @@ class JetSpecConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` must be `None`, a token id or (for eos) a list of them, got {value!r}.")
 
     @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Makes a configuration of a parsed `config.json`, without what only the one who loads a head may decide."""
+        for name in ("rope_scaling", "quantization_config"):
+            if not isinstance(value := config_dict.get(name), dict | None):
+                raise ValueError(f"`{name}` must be missing or a dictionary, got {value!r}.")
+        for name in ("dtype", "torch_dtype"):
+            if not _is_dtype(value := config_dict.get(name)):
+                raise ValueError(f"`{name}` must be missing or the name of a floating-point type, got {value!r}.")
+        kept = {name: value for name, value in config_dict.items() if name not in _KEYS_OF_THE_LOADER}
+        return super().from_dict(kept, **kwargs)
+
+    @classmethod
     def get_config_dict(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Reads `config.json`; the published JetSpec and DFlash layout is translated, its remote code never runs."""
         head_type = kwargs.pop("head_type", None)
-        config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        try:
+            config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        except (AttributeError, TypeError) as error:  # transformers reads keys of whatever the file holds
+            raise ValueError(f"`config.json` of {pretrained_model_name_or_path} must hold a dictionary.") from error
+        if not isinstance(config, dict):
+            raise ValueError(f"`config.json` of {pretrained_model_name_or_path} must hold a dictionary.")
         if is_published_config(config):
             config = translate_published_config(config, head_type=head_type)
         elif config.get("model_type") not in (None, cls.model_type):
             raise ValueError(
                 f"`model_type` must be `jetspec`, or `architectures` name a published draft head, got "
-                f"{config['model_type']!r} and {config.get('architectures')!r} in {pretrained_model_name_or_path}."
+                f"{config['model_type']!r} and {architectures_of(config)} in {pretrained_model_name_or_path}. "
+                "`jetspec_hf.hub.read_checkpoint` reads other layouts too."
             )
         return config, kwargs
+
+
+def _is_dtype(value: object) -> bool:
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    return value is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

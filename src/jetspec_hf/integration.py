@@ -21,13 +21,25 @@ _OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"
 
 
 def install() -> None:
-    """Wraps the two methods; a second call changes nothing."""
+    """Wraps the two methods; a second call changes nothing.
+
+    Code that travels with heads is a copy of this file with a head class of its own, so each copy wraps for its class.
+    """
     for name, wrap in (("_validate_generation_mode", _wrap_validation), ("_assisted_decoding", _wrap_decoding)):
         original = getattr(GenerationMixin, name)
-        if not getattr(original, "serves_jetspec", False):
+        if not _serves_us(original):
             wrapper = wrap(original)
-            wrapper.serves_jetspec = True
+            wrapper.served_head = JetSpecDraftHead
             setattr(GenerationMixin, name, wrapper)
+
+
+def _serves_us(method: Any) -> bool:
+    """Whether a method, or one that it wraps, is a wrapper for this head class."""
+    while method is not None:
+        if getattr(method, "served_head", None) is JetSpecDraftHead:
+            return True
+        method = getattr(method, "__wrapped__", None)
+    return False
 
 
 def _is_ours(assistant_model: object, generation_config: GenerationConfig) -> TypeGuard[JetSpecDraftHead]:

@@ -77,7 +77,8 @@ class JetSpecRotaryEmbedding(nn.Module):
             exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
             self.inv_freq = 1.0 / (rope["rope_theta"] ** exponents)
         else:
-            self.inv_freq, self.attention_scaling = ROPE_INIT_FUNCTIONS[rope_type](config, device="cpu")
+            with torch.device("cpu"):  # loading makes modules on the meta device, where numbers are lost
+                self.inv_freq, self.attention_scaling = ROPE_INIT_FUNCTIONS[rope_type](config, device="cpu")
 
     @torch.no_grad()
     def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -517,7 +518,7 @@ class JetSpecDraftHead(PreTrainedModel):
         if self.sharing is not None and is_main_process:
             self.sharing.write_companions(self, save_directory, **companions)
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # type: ignore[override]  # mypy cannot read its decorator
         """Pushes the head with its card and the code that decodes without the library.
 
         Args:
@@ -528,7 +529,8 @@ class JetSpecDraftHead(PreTrainedModel):
             `CommitInfo`: The commit; as a string its address.
         """
         if self.sharing is None:
-            return super().push_to_hub(repo_id, **kwargs)
+            push: Any = super().push_to_hub
+            return push(repo_id, **kwargs)
         return self.sharing.push_head(self, repo_id, **kwargs)
 
     def check_finite(self) -> None:

@@ -12,10 +12,10 @@ _REFUSED_ARCHITECTURES = {
     "DominoDraftModel": "Domino (a recurrent prefix encoder)",
     "DSparkDraftModel": "DSpark (a Markov projector over shifted labels)",
     "JetSpecSpeculator": "the AR read-out of speculators (row k is fed the real token k)",
-    "DFlashSpeculator": "a speculators checkpoint (layer ids are off by one, own lm_head)",
+    "DFlashSpeculator": "a speculators checkpoint, which `jetspec_hf.hub.read_checkpoint` reads",
 }
 _DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_SHARED_KEYS = (
+SHAPE_KEYS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -23,6 +23,9 @@ _SHARED_KEYS = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+)
+_SHARED_KEYS = (
+    *SHAPE_KEYS,
     "hidden_act",
     "rms_norm_eps",
     "attention_bias",
@@ -33,6 +36,7 @@ _SHARED_KEYS = (
     "bos_token_id",
     "eos_token_id",
     "num_target_layers",
+    "target_name_or_path",
     "dtype",
     "torch_dtype",
     "transformers_version",
@@ -62,9 +66,28 @@ def is_published_config(config: dict[str, Any]) -> bool:
     """Whether this dictionary is the configuration of a published draft head, supported or not."""
     if config.get("model_type") == "jetspec":
         return False
-    architectures = config.get("architectures") or []
-    known = any(name in _PUBLISHED_ARCHITECTURES or name in _REFUSED_ARCHITECTURES for name in architectures)
+    known = any(name in _PUBLISHED_ARCHITECTURES or name in _REFUSED_ARCHITECTURES for name in architectures_of(config))
     return known or any(key in config for key in ("dflash_config", "speculators_model_type"))
+
+
+def architectures_of(config: dict[str, Any]) -> list[str]:
+    """The class names in a `config.json`.
+
+    Args:
+        config (`dict`): The parsed `config.json`.
+
+    Returns:
+        `list[str]`: Empty if it names none.
+
+    Raises:
+        ValueError: If `architectures` is no list of strings.
+    """
+    names = config.get("architectures")
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"`architectures` must be a list of class names, got {names!r}.")
+    return names
 
 
 def translate_published_config(config: dict[str, Any], head_type: str | None = None) -> dict[str, Any]:
@@ -79,35 +102,60 @@ def translate_published_config(config: dict[str, Any], head_type: str | None = N
         `dict`: Keyword arguments of `JetSpecConfig`.
 
     Raises:
-        ValueError: If the head is of a kind that cannot be represented, a required key is missing, or keys contradict.
+        ValueError: If the head is of a kind that cannot be represented, a required key is missing or of a wrong type,
+            or keys contradict.
     """
-    dflash = config.get("dflash_config") or {}
+    dflash = config.get("dflash_config")
+    dflash = {} if dflash is None else dflash
+    if not isinstance(dflash, dict):
+        raise ValueError(f"`dflash_config` must be a dictionary, got {dflash!r}.")
     _refuse_unsupported(config, dflash)
-    translated = {key: config[key] for key in _SHARED_KEYS if key in config}
-    translated["model_type"] = "jetspec"
+    translated = shared_fields(config)
     translated["block_size"] = _required(config, dflash, "block_size")
     translated["mask_token_id"] = _required(config, dflash, "mask_token_id")
-    translated["rope_parameters"] = _rope_parameters(config)
-    translated["layer_types"], translated["sliding_window"] = _layers(config)
-    translated["target_layer_ids"] = dflash.get("target_layer_ids", config.get("target_layer_ids"))
+    translated["layer_types"], translated["sliding_window"] = _layers(config, dflash)
+    translated["target_layer_ids"] = _agreed(config, dflash, "target_layer_ids")
     if translated["target_layer_ids"] is None and config.get("num_target_layers") is None:
         raise ValueError(
             "`dflash_config.target_layer_ids` or `num_target_layers` must be in the config of a published head, got "
             "neither: without one the tapped layers are unknown."
         )
     translated["causal"] = _causality(config, dflash, translated["layer_types"], head_type)
-    for key, ours in (("final_logit_softcapping", "final_logit_softcapping"), ("logit_scale", "logit_scale")):
-        value = config.get(key, dflash.get(key))
-        if value is not None:
-            translated[ours] = value
-    if (multiplier := config.get("output_multiplier", dflash.get("output_multiplier"))) is not None:
-        translated["logit_scale"] = multiplier
+    scales = {key: _agreed(config, dflash, key) for key in ("logit_scale", "output_multiplier")}
+    given = {key: value for key, value in scales.items() if value is not None}
+    if len(set(map(repr, given.values()))) > 1:
+        raise ValueError(
+            f"`logit_scale` and `output_multiplier` must agree, got {scales['logit_scale']} and "
+            f"{scales['output_multiplier']}: they are vLLM's and SGLang's name of one factor."
+        )
+    if given:
+        translated["logit_scale"] = next(iter(given.values()))
+    if (cap := _agreed(config, dflash, "final_logit_softcapping")) is not None:
+        translated["final_logit_softcapping"] = cap
     return translated
+
+
+def shared_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """What a Qwen3 configuration and `JetSpecConfig` call by the same name, and the rotary parameters.
+
+    Args:
+        config (`dict`): A Qwen3 configuration: all of a published head's, the nested one of other layouts.
+
+    Returns:
+        `dict`: Keyword arguments of `JetSpecConfig`.
+
+    Raises:
+        ValueError: If a key that gives a shape or the rotary base is missing.
+    """
+    if missing := [key for key in SHAPE_KEYS if config.get(key) is None]:
+        raise ValueError(f"`{'`, `'.join(missing)}` must be in the config of a published head, got none.")
+    fields = {key: config[key] for key in _SHARED_KEYS if config.get(key) is not None}
+    return {**fields, "model_type": "jetspec", "rope_parameters": _rope_parameters(config)}
 
 
 def _refused_kind(config: dict[str, Any], dflash: dict[str, Any]) -> str | None:
     """What kind of head this is, if it computes something ours cannot; its keys count more than its name."""
-    architectures = config.get("architectures") or []
+    architectures = architectures_of(config)
     kind = next((_REFUSED_ARCHITECTURES[name] for name in architectures if name in _REFUSED_ARCHITECTURES), None)
     projector = str(dflash.get("projector_type", config.get("projector_type", ""))).lower()
     if any(key in dflash or key in config for key in _DFLASH2_KEYS):
@@ -153,30 +201,48 @@ def _refuse_unsupported(config: dict[str, Any], dflash: dict[str, Any]) -> None:
         )
 
 
-def _required(config: dict[str, Any], dflash: dict[str, Any], key: str) -> Any:
-    """A key that stands at the top level or inside `dflash_config`; in both places only with the same value."""
+def _agreed(config: dict[str, Any], dflash: dict[str, Any], key: str) -> Any:
+    """A key that may stand at the top level or inside `dflash_config`; in both places only with the same value."""
     found = [place[key] for place in (config, dflash) if place.get(key) is not None]
-    if not found:
-        raise ValueError(
-            f"`{key}` must be at the top level or inside `dflash_config` of a published head, got neither."
-        )
-    if found[0] != found[-1]:
+    if found and found[0] != found[-1]:
         raise ValueError(
             f"`{key}` must be the same at the top level and inside `dflash_config`, got {found[0]} and {found[-1]}."
         )
-    return found[0]
+    return found[0] if found else None
+
+
+def _required(config: dict[str, Any], dflash: dict[str, Any], key: str) -> Any:
+    """A key that must stand at the top level or inside `dflash_config`."""
+    if (value := _agreed(config, dflash, key)) is None:
+        raise ValueError(
+            f"`{key}` must be at the top level or inside `dflash_config` of a published head, got neither."
+        )
+    return value
 
 
 def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (transformers 4), as the former."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    for key, value in given.items():
+        if not isinstance(value, dict):
+            raise ValueError(f"`{key}` must be a dictionary, got {value!r}.")
     theta = config.get("rope_theta")
+    readings = [_one_rope(value, theta) for value in given.values()] or [_one_rope({}, theta)]
+    if readings[0] != readings[-1]:
+        raise ValueError(f"`rope_parameters` and `rope_scaling` must agree, got {readings[0]} and {readings[-1]}.")
+    return readings[0]
+
+
+def _one_rope(given: dict[str, Any], theta: Any) -> dict[str, Any]:
+    # Multimodal sections turn text as plain rotary embeddings do.
+    parameters = {key: value for key, value in given.items() if key not in ("mrope_section", "mrope_interleaved")}
     if "rope_theta" not in parameters and theta is None:
         raise ValueError(
             "`rope_theta` or `rope_parameters.rope_theta` must be in the config of a published head, got neither."
         )
     parameters.setdefault("rope_theta", theta)
-    parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    parameters.setdefault("rope_type", parameters.get("type", "default"))
+    parameters.pop("type", None)
     if theta is not None and parameters["rope_theta"] != theta:
         raise ValueError(
             f"`rope_theta` must agree with `rope_parameters.rope_theta`, got {theta} and {parameters['rope_theta']}."
@@ -184,13 +250,17 @@ def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def _layers(config: dict[str, Any]) -> tuple[list[str], int | None]:
+def _layers(config: dict[str, Any], dflash: dict[str, Any]) -> tuple[Any, Any]:
     """Layer kinds and window; the window counts only when a layer slides."""
-    count = config.get("num_hidden_layers", 0)
-    window = config.get("sliding_window")
-    kinds = config.get("layer_types")
+    count, window, kinds = config["num_hidden_layers"], config.get("sliding_window"), config.get("layer_types")
+    if not isinstance(count, int) or (kinds is not None and not isinstance(kinds, list)):
+        return kinds, window  # refused by name where the fields are validated
+    if dflash.get("use_swa") and all(kind == "full_attention" for kind in kinds or ()):  # vLLM's key: all layers slide
+        kinds, window = ["sliding_attention"] * count, window or dflash.get("swa_window_size")
     if kinds is None:
         first_sliding = config.get("max_window_layers", 0) if config.get("use_sliding_window") and window else count
+        if not isinstance(first_sliding, int):
+            raise ValueError(f"`max_window_layers` must be an integer, got {first_sliding!r}.")
         kinds = ["full_attention" if index < first_sliding else "sliding_attention" for index in range(count)]
     return list(kinds), window if "sliding_attention" in kinds else None
 
@@ -206,12 +276,15 @@ def _causality(
     said = {f"dflash_config.{key}": dflash[key] for key in ("causal_head", "causal") if dflash.get(key) is not None}
     if config.get("is_causal") is not None:
         said["is_causal"] = config["is_causal"]
+    for key, value in said.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"`{key}` must be `true` or `false`, got {value!r}.")
     if len(set(said.values())) > 1:
         keys = ", ".join(f"`{key}`={value}" for key, value in said.items())
         hint = "NeMo writes this pair for causal JetSpec heads; " if said.get("dflash_config.causal") else ""
         raise ValueError(
             f'The causality keys must agree, got {keys}. {hint}pass `head_type="jetspec"` (causal) or '
-            '`head_type="dflash"` (bidirectional) to `from_pretrained`.'
+            '`head_type="dflash"` (bidirectional).'
         )
     if said:
         return bool(next(iter(said.values())))

@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
-from .. import __version__
 from ..target import base_model
 from .batches import cut_row, row_digest
 from .rows import COLUMNS, check_row
@@ -22,7 +21,7 @@ from .rows import COLUMNS, check_row
 logger = logging.get_logger(__name__)
 
 FILE_NAME = "training_provenance.json"
-LIBRARIES = ("transformers", "torch", "accelerate", "peft", "datasets")
+LIBRARIES = ("jetspec_hf", "transformers", "torch", "accelerate", "peft", "datasets")
 # Paths and names of a machine say nothing about a head, and may be private.
 _PRIVATE_ARGUMENTS = (
     "output_dir",
@@ -186,7 +185,6 @@ def describe_run(
         "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
         "versions": {
             "python": platform.python_version(),
-            "jetspec_hf": __version__,
             **{name: _version(name) for name in LIBRARIES},
         },
         "arguments": _chosen_arguments(args),

@@ -303,11 +303,12 @@ class JetSpecTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         folder = Path(cast(str, self.args.output_dir if output_dir is None else output_dir))
         has_lora = adapters.has_lora(self.head)
-        super()._save(str(folder), adapters.merged_state_dict(self.head) if has_lora else state_dict)
-        if self.args.should_save:
-            if has_lora and folder.name.startswith(PREFIX_CHECKPOINT_DIR):
-                adapters.save_lora(self.head, folder)
+        if self.args.should_save:  # first, for the head's card tells of it
+            folder.mkdir(parents=True, exist_ok=True)
             write_provenance(folder, self._provenance)
+        super()._save(str(folder), adapters.merged_state_dict(self.head) if has_lora else state_dict)
+        if self.args.should_save and has_lora and folder.name.startswith(PREFIX_CHECKPOINT_DIR):
+            adapters.save_lora(self.head, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if adapters.has_lora(self.head):
