@@ -17,12 +17,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from train_head import HeadShape, TrainingRun, read_options, train_head
-from transformers import HfArgumentParser
+from jetspec_hf.training.recipe import TrainingRun, option_parser, read_options, train_head
 
-from jetspec_hf.training import JetSpecTrainingArguments
-
-TRAINED: Any = (TrainingRun, HeadShape, JetSpecTrainingArguments)
 DEFAULT_BRANCH_RANK = 256  # where the recipe has no branch term
 
 Options = dict[str, Any]
@@ -76,7 +72,7 @@ def train_or_recall(options: Options) -> Options:
         kept: Options = json.loads(file.read_text(encoding="utf-8"))
         if kept["options"] == options:
             return kept
-    measured = train_head(*HfArgumentParser(TRAINED).parse_dict(options))
+    measured = train_head(*option_parser().parse_dict(options))
     kept = {"options": options, **measured}
     file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     return kept
@@ -108,14 +104,13 @@ def comparison_table(measured: Mapping[str, Options], budgets: Sequence[str]) ->
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the options, as `train_head.py` does, trains all variants and prints the table."""
-    parts: Any = (Comparison, *TRAINED)
-    parser = HfArgumentParser(parts, description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = option_parser(Comparison, description=(__doc__ or "").splitlines()[0])
     recipe = read_options(parser, sys.argv[1:] if arguments is None else arguments)
     comparison = Comparison(**{option.name: recipe.pop(option.name) for option in fields(Comparison)})
     variants = comparison.overrides(recipe)
     for name, overrides in variants.items():
         check_fair(name, overrides)
-        HfArgumentParser(TRAINED).parse_dict({**recipe, **overrides})  # before hours of training
+        option_parser().parse_dict({**recipe, **overrides})  # before hours of training
     measured = compare(recipe, variants)
     print("\n" + comparison_table(measured, recipe["budgets"]))
 

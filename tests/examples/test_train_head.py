@@ -1,4 +1,4 @@
-"""The training script, from a recipe and answers to a head that drafts for its target."""
+"""The training command, from a recipe and answers to a head that drafts for its target."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, HfArgumentParser
+from transformers import AutoModelForCausalLM
 
 from jetspec_hf import JetSpecDraftHead
-from jetspec_hf.training import JetSpecTrainingArguments
+from jetspec_hf.training import recipe as training_command
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.json"))
 EOS = 2  # of the tiny target, which never writes it
@@ -26,10 +26,14 @@ Recipe = Callable[..., str]
 
 @pytest.fixture
 def script() -> ModuleType:
-    """`examples/train_head.py`."""
+    """What `examples/train_head.py` and `jetspec train` call."""
+    return training_command
+
+
+def test_the_example_is_the_training_command() -> None:
     import train_head  # noqa: PLC0415  (on the path in these tests only)
 
-    return train_head
+    assert train_head.main is training_command.main
 
 
 def answers(data: Path) -> list[dict[str, Any]]:
@@ -70,8 +74,7 @@ def test_a_recipe_gives_a_head_whose_reported_acceptance_is_that_of_decoding(
 
 
 def test_options_of_the_command_line_come_on_top_of_a_recipe(script: ModuleType, recipe: Recipe) -> None:
-    parts: Any = (script.TrainingRun, script.HeadShape, JetSpecTrainingArguments)
-    parser = HfArgumentParser(parts, allow_abbrev=False)
+    parser = script.option_parser()
     file = recipe(causal=False, branch_rank=None, lr_scheduler_kwargs={"min_lr_rate": 0.2}, depth_decay=4)
     options = script.read_options(parser, [file, "--max_steps", "7", "--target_layer_ids", "1", "--causal", "true"])
     run, shape, args = parser.parse_dict(options)
@@ -167,8 +170,7 @@ def test_nothing_to_evaluate_on_is_an_error_before_training(script: ModuleType, 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_recipes_have_known_options_and_no_paths_of_a_machine(script: ModuleType, file: Path, tmp_path: Path) -> None:
-    parts: Any = (script.TrainingRun, script.HeadShape, JetSpecTrainingArguments)
-    parser = HfArgumentParser(parts, allow_abbrev=False)
+    parser = script.option_parser()
     here = ["--target", "target", "--answers", "answers.jsonl", "--output_dir", str(tmp_path), "--use_cpu", "true"]
     parser.parse_dict(script.read_options(parser, [str(file), *here]))
     recipe = json.loads(file.read_text())

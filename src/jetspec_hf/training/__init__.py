@@ -1,6 +1,7 @@
 """Train a draft head: the target writes the data, the head learns what it would say next, acceptance is measured.
 
-`regenerate` and `evaluation` are also commands, `python -m jetspec_hf.training.regenerate`, and are imported by name.
+`regenerate`, `recipe` and `evaluation` are also commands, as in `python -m jetspec_hf.training.recipe --help`, and are
+imported by name.
 """
 
 from .adapters import add_lora, merge_lora
