@@ -44,7 +44,7 @@ docs: $(VENV)/.installed-docs  ## The documentation, in docs/_build/html; a warn
 
 benchmark: $(VENV)/.installed-demo  ## Seconds per phase of a step on gemma-3-270m in bfloat16 (slow without bfloat16 instructions)
 	$(VENV)/bin/python examples/prepare_target.py gemma-3-270m --folder "$(TARGETS)"
-	$(OFFLINE) $(VENV)/bin/python -m jetspec_hf.bench.phases --target "$(TARGETS)/gemma-3-270m" $(BENCHMARK_ARGS)
+	$(OFFLINE) $(VENV)/bin/python -m jetspec_hf.bench.phases --target "$(TARGETS)/gemma-3-270m" --untrained 1 $(BENCHMARK_ARGS)
 
 clean:  ## Remove the environments, the built documentation and the caches
 	rm -rf $(VENV) $(OLDEST) docs/_build .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from jetspec_hf.bench.tasks import Prompt, encode, read_tasks
+from jetspec_hf.bench.tasks import Prompt, batches, encode, left_padded, read_tasks
 from support.char_tokenizer import letter_tokenizer
 
 
@@ -27,11 +28,41 @@ def test_a_plain_prompt_is_named_by_its_file_and_its_place(tmp_path: Path) -> No
     assert read_tasks([path]) == [Prompt("0", "stories", "Once"), Prompt("7", "stories", "Twice")]
 
 
-def test_the_limit_counts_in_each_file_and_skips_empty_lines(tmp_path: Path) -> None:
+def test_the_limit_counts_in_each_task_and_empty_lines_are_skipped(tmp_path: Path) -> None:
     first = tmp_path / "a.jsonl"
-    first.write_text('\n{"prompt": "x"}\n\n{"prompt": "y"}\nnot read any more\n', encoding="utf-8")
-    second = written(tmp_path / "b.jsonl", {"prompt": "z"})
-    assert [prompt.text for prompt in read_tasks([first, second], limit=2)] == ["x", "y", "z"]
+    rows = ("", {"prompt": "x"}, "", {"prompt": "other", "task": "c"}, {"prompt": "y"}, {"prompt": "left out"})
+    first.write_text("".join(f"{json.dumps(row) if row else ''}\n" for row in rows), encoding="utf-8")
+    second = written(tmp_path / "b.jsonl", {"prompt": "z"}, {"prompt": "also", "task": "c", "id": "another"})
+    read = read_tasks([first, second], limit=2)
+    assert [(prompt.task, prompt.text) for prompt in read] == [
+        ("a", "x"), ("c", "other"), ("a", "y"), ("b", "z"), ("c", "also"),
+    ]  # fmt: skip
+
+
+def test_spec_bench_names_are_read(tmp_path: Path) -> None:
+    row = {"question_id": 81, "category": "writing", "turns": ["Compose.", "Rewrite."], "reference": []}
+    assert read_tasks([written(tmp_path / "question.jsonl", row)]) == [Prompt("81", "writing", "Compose.")]
+    with pytest.raises(ValueError, match=r"`category` in line 1 of question\.jsonl must be a text, got 3\."):
+        read_tasks([written(tmp_path / "question.jsonl", {**row, "category": 3})])
+
+
+def prompts(task: str, count: int) -> list[Prompt]:
+    return [Prompt(str(number), task, "text") for number in range(count)]
+
+
+def test_batches_hold_neighbours_of_a_task_and_leave_the_last_ones_out() -> None:
+    a, b = prompts("a", 5), prompts("b", 2)
+    mixed = [a[0], b[0], *a[1:], b[1]]
+    assert batches(mixed, 2) == [(a[0], a[1]), (a[2], a[3]), (b[0], b[1])]
+    assert batches(mixed, 1) == [(prompt,) for prompt in (*a, *b)]
+    with pytest.raises(ValueError, match=r"`batch_size` must be at most .* every task, got 3 for 2 of 'b'\."):
+        batches(mixed, 3)
+
+
+def test_shorter_prompts_of_a_batch_are_padded_on_the_left() -> None:
+    ids, mask = left_padded([torch.tensor([[5, 6, 7]]), torch.tensor([[8]])], pad_token_id=9)
+    assert ids.tolist() == [[5, 6, 7], [9, 9, 8]]
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
 def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) -> None:

@@ -1,35 +1,28 @@
-"""What the runs of a benchmark come to: medians, quartiles, shares, and the tables and JSON made of them."""
+"""What the runs of a benchmark come to: medians, quartiles, ceilings, and the tables and JSON made of them."""
 
-import os
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .phases import PHASES, Measurement, describe_machine, format_table
-from .runner import PLAIN, CaseKey, Difference, Run, RunKey
+from ..decoding.output import PHASES
+from .markdown import format_table, milliseconds
+from .measurement import FORWARDS, Measurement, quartiles
+from .methods import AUTO, PLAIN, TREE
+from .runner import CaseKey, Differences, Run
 
-PROCESSOR_FLAGS = ("avx2", "avx512_bf16", "amx_bf16")
+AUTO_TREE = f"{TREE} {AUTO}"
 NOTES = (
-    "τ: tokens per target forward, the prefill and the token it gives left out. Speed-up: median over prompts of plain "
-    "time per token divided by the method's, with lower and upper quartile. Identical: prompts whose tokens are those "
-    "of plain decoding; margin: the largest gap, in the logits on which plain greedy decoding chooses, between its own "
-    "token and the other at the first difference. Phases: shares of the time after the prefill. Stock prompt lookup "
-    "draws for rejected tokens too, so its sampled text is another draw from the same distribution."
+    "τ: tokens per target forward, the prefill and the token it gives left out. Nodes: mean size of the trees. "
+    "Speed-up: median over prompts of plain time per token divided by the method's, prefill included, with lower and "
+    "upper quartile. Ceiling: plain time per token divided by that of draft and verify alone, prefill left out; share: "
+    "how much of it the speed-up after the prefill comes to, for auto of the highest ceiling of all trees. Identical: "
+    "texts that are those of plain decoding; margin: the largest gap, in the logits on which plain greedy decoding "
+    "chooses, between its own token and the other at the first difference. What transformers drafts is sampled with "
+    "draws of its own, so sampled text of prompt lookup, assistants and the stock chain is another draw from the same "
+    "distribution; so are sampled batches."
 )
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile, interpolated between the values.
-
-    Args:
-        values (`Sequence[float]`): One at least.
-    """
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
-    return lower, middle, upper
 
 
 @dataclass(frozen=True)
@@ -44,13 +37,18 @@ class Row:
         new_tokens (`float`): Median over prompts.
         mean_acceptance_length (`float`, *optional*): τ over all prompts together; `None` if there was nothing after
             the prefill.
-        tokens_per_second (`float`): Median over prompts.
-        speedup (`tuple[float, float, float]`): Lower quartile, median and upper quartile over prompts of plain time
+        tree_size (`float`, *optional*): Mean number of nodes besides the root; of our trees only.
+        tokens_per_second (`float`): Median over generations.
+        speedup (`tuple[float, float, float]`): Lower quartile, median and upper quartile over generations of plain time
             per token divided by this method's.
+        decoding_speedup (`float`, *optional*): The same after the prefill, over all prompts together.
+        ceiling (`float`, *optional*): What that would be if a step were its two forwards alone; of our trees only.
+        ceiling_share (`float`, *optional*): Share of the ceiling that was reached, for the automatic budget of the
+            highest ceiling among all trees.
         identical (`int`): Prompts whose text is that of plain decoding in every repeat.
         largest_margin (`float`, *optional*): Among the other prompts' margins, if there are any.
-        phase_shares (`dict[str, float]`, *optional*): By phase, and `rest`, of the time after the prefill; of methods
-            with the head only.
+        step_seconds (`dict[str, float]`, *optional*): By phase, `rest`, and `step`, their sum, per step; of our trees
+            only.
     """
 
     task: str
@@ -59,14 +57,18 @@ class Row:
     prompts: int
     new_tokens: float
     mean_acceptance_length: float | None
+    tree_size: float | None
     tokens_per_second: float
     speedup: tuple[float, float, float]
+    decoding_speedup: float | None
+    ceiling: float | None
+    ceiling_share: float | None
     identical: int
     largest_margin: float | None
-    phase_shares: dict[str, float] | None
+    step_seconds: dict[str, float] | None
 
 
-def summarise(runs: Sequence[Run], differences: Mapping[RunKey, Difference]) -> list[Row]:
+def summarise(runs: Sequence[Run], differences: Differences) -> list[Row]:
     """The table's rows: task by task, decoding by decoding, method by method, plain decoding first.
 
     Args:
@@ -75,42 +77,56 @@ def summarise(runs: Sequence[Run], differences: Mapping[RunKey, Difference]) -> 
     """
     groups: dict[tuple[str, str], dict[str, list[Run]]] = {}
     for run in runs:
-        group = groups.setdefault((run.case.prompt.task, run.case.decoding), {})
+        group = groups.setdefault((run.key[0], run.case.decoding), {})
         group.setdefault(run.method, []).append(run)
     methods = list(dict.fromkeys(run.method for run in runs))  # the first text's are not rotated
-    return [
-        _row(task, decoding, method, group, differences)
-        for (task, decoding), group in groups.items()
-        for method in methods
-    ]
+    rows = []
+    for (task, decoding), group in groups.items():
+        of_group = [_row(task, decoding, method, group, differences) for method in methods]
+        highest = max((row.ceiling for row in of_group if row.ceiling is not None), default=None)
+        rows += [_with_share(row, highest if row.method == AUTO_TREE else row.ceiling) for row in of_group]
+    return rows
 
 
-def _row(
-    task: str,
-    decoding: str,
-    method: str,
-    group: Mapping[str, Sequence[Run]],
-    differences: Mapping[RunKey, Difference],
-) -> Row:
-    runs = group[method]
+def _row(task: str, decoding: str, method: str, group: Mapping[str, Sequence[Run]], differences: Differences) -> Row:
+    runs, measured = group[method], [run.measurement for run in group[method]]
+    plain = [run.measurement for run in group[PLAIN]]
     plain_times, times = _time_per_token(group[PLAIN]), _time_per_token(runs)
-    found = [differences.get((*key, method)) for key in times]
-    margins = [difference.margin for difference in found if difference is not None and difference.margin is not None]
-    drafted = sum(len(run.measurement.tokens) - 1 for run in runs)
-    forwards = sum(run.target_forwards - 1 for run in runs)
+    prompts = {run.case.key: len(run.case.prompts) for run in runs}
+    found = [difference for key in times for difference in differences.get((*key, method), ()) if difference]
+    margins = [difference.margin for difference in found if difference.margin is not None]
+    later, row_forwards = _later_tokens(measured), sum(measurement.row_forwards for measurement in measured)
+    sizes = [size for measurement in measured for size in measurement.tree_sizes]
+    steps = _step_seconds(measured)
+    speedup = ceiling = None
+    if later:
+        plain_time = sum(measurement.decoding_seconds for measurement in plain) / _later_tokens(plain)
+        speedup = plain_time * later / sum(measurement.decoding_seconds for measurement in measured)
+        if steps is not None:
+            ceiling = plain_time * later / (len(sizes) * sum(steps[phase] for phase in FORWARDS))
     return Row(
         task,
         decoding,
         method,
-        prompts=len(times),
-        new_tokens=statistics.median(len(run.measurement.tokens) for run in runs),
-        mean_acceptance_length=drafted / forwards if forwards else None,
+        prompts=sum(prompts.values()),
+        new_tokens=statistics.median(len(text) for measurement in measured for text in measurement.texts),
+        mean_acceptance_length=later / row_forwards if row_forwards else None,
+        tree_size=statistics.fmean(sizes) if sizes else None,
         tokens_per_second=statistics.median(1 / seconds for seconds in times.values()),
         speedup=quartiles([plain_times[key] / seconds for key, seconds in times.items()]),
-        identical=found.count(None),
+        decoding_speedup=speedup,
+        ceiling=ceiling,
+        ceiling_share=None,
+        identical=sum(prompts.values()) - len(found),
         largest_margin=max(margins) if margins else None,
-        phase_shares=_phase_shares([run.measurement for run in runs]),
+        step_seconds=steps,
     )
+
+
+def _with_share(row: Row, ceiling: float | None) -> Row:
+    if row.ceiling is None or row.decoding_speedup is None or ceiling is None:
+        return row
+    return replace(row, ceiling_share=row.decoding_speedup / ceiling)
 
 
 def _time_per_token(runs: Sequence[Run]) -> dict[CaseKey, float]:
@@ -120,45 +136,101 @@ def _time_per_token(runs: Sequence[Run]) -> dict[CaseKey, float]:
     return {key: statistics.median(times) for key, times in repeats.items()}
 
 
-def _phase_shares(measurements: Sequence[Measurement]) -> dict[str, float] | None:
-    drafted = [measurement for measurement in measurements if measurement.step_seconds]
-    if not drafted:
+def _later_tokens(measured: Sequence[Measurement]) -> int:
+    return sum(measurement.later_tokens for measurement in measured)
+
+
+def _step_seconds(measured: Sequence[Measurement]) -> dict[str, float] | None:
+    """Over all steps of all generations together."""
+    with_steps = [measurement for measurement in measured if measurement.step_seconds]
+    if not with_steps:
         return None
-    decoding = sum(measurement.seconds - measurement.phase_seconds["prefill"] for measurement in drafted)
-    shares = {phase: sum(measurement.phase_seconds[phase] for measurement in drafted) / decoding for phase in PHASES}
-    return {**shares, "rest": 1.0 - sum(shares.values())}
+    steps = sum(len(measurement.step_seconds) for measurement in with_steps)
+    sums: Counter[str] = Counter()
+    for measurement in with_steps:
+        sums.update({**measurement.phase_seconds(), "step": measurement.phased_seconds})
+    return {phase: sums[phase] / steps for phase in (*PHASES, "rest", "step")}
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """A Markdown table per task.
+    """Two Markdown tables per task: the comparison, and where the time of our steps goes.
 
     Args:
         rows (`Sequence[Row]`): As `summarise` returns them.
     """
-    phases = (*PHASES, "rest")
-    header = ("", "tokens", "τ", "tokens/s", "speed-up", "identical", "margin", *(f"{phase}, %" for phase in phases))
+    header = (
+        "", "tokens", "τ", "nodes", "tokens/s", "speed-up", "ceiling", "share, %", "identical", "margin",
+    )  # fmt: skip
+    phases = (*PHASES, "rest", "step")
     parts = []
     for task in dict.fromkeys(row.task for row in rows):
         of_task = [row for row in rows if row.task == task]
         parts.append(f"**{task}** (prompts: {of_task[0].prompts})\n")
-        parts.append(format_table(header, [_cells(row, phases) for row in of_task]) + "\n")
+        parts.append(format_table(header, [_cells(row) for row in of_task]) + "\n")
+        steps = [
+            [f"{row.decoding}, {row.method}", *(milliseconds(row.step_seconds[phase]) for phase in phases)]
+            for row in of_task
+            if row.step_seconds is not None
+        ]
+        if steps:
+            parts.append(format_table(("ms per step", *phases), steps) + "\n")
     return "\n".join(parts)
 
 
-def _cells(row: Row, phases: Sequence[str]) -> list[str]:
+def _cells(row: Row) -> list[str]:
     lower, middle, upper = row.speedup
-    tau, shares = row.mean_acceptance_length, row.phase_shares
     plain = row.method == PLAIN
     return [
         f"{row.decoding}, {row.method}",
         f"{row.new_tokens:g}",
-        "-" if tau is None else f"{tau:.2f}",
+        _cell(row.mean_acceptance_length, "{:.2f}"),
+        _cell(row.tree_size, "{:.1f}"),
         f"{row.tokens_per_second:.2f}",
         "1" if plain else f"{middle:.2f} ({lower:.2f}–{upper:.2f})",
-        "-" if plain else f"{row.identical} of {row.prompts}",
-        "-" if row.largest_margin is None else f"{row.largest_margin:.3f}",
-        *("-" if shares is None else f"{100 * shares[phase]:.1f}" for phase in phases),
+        _cell(row.ceiling, "{:.2f}"),
+        _cell(None if row.ceiling_share is None else 100 * row.ceiling_share, "{:.1f}"),
+        "-" if plain else f"{'✓' if row.identical == row.prompts else '✗'} {row.identical} of {row.prompts}",
+        _cell(row.largest_margin, "{:.3f}"),
     ]
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How much memory generations need above what the loaded models take.
+
+    Args:
+        source (`str`): What was measured.
+        models (`dict[str, int]`): Bytes of the target and the head.
+        peaks (`dict[str, int | None]`): Bytes by method; `None` where it cannot be measured.
+    """
+
+    source: str
+    models: Mapping[str, int]
+    peaks: Mapping[str, int | None]
+
+
+def memory_table(memory: Memory) -> str:
+    """A Markdown table of the methods' needs.
+
+    Args:
+        memory (`Memory`): What was measured.
+    """
+    plain = memory.peaks[PLAIN]
+    rows = [
+        (
+            method,
+            _cell(None if peak is None else peak / 1e6, "{:.1f}"),
+            _cell(None if peak is None or plain is None else (peak - plain) / 1e6, "{:+.1f}"),
+        )
+        for method, peak in memory.peaks.items()
+    ]
+    models = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in memory.models.items())
+    table = format_table(("peak memory", "MB above the models", "MB above plain"), rows)
+    return f"{table}\n\nMemory: {memory.source}. Models: {models}.\n"
 
 
 def as_json(
@@ -166,7 +238,11 @@ def as_json(
     settings: Mapping[str, Any],
     rows: Sequence[Row],
     runs: Sequence[Run],
-    differences: Mapping[RunKey, Difference],
+    differences: Differences,
+    *,
+    skipped: Mapping[str, str] | None = None,
+    memory: Memory | None = None,
+    complete: bool = True,
 ) -> dict[str, Any]:
     """Everything that was measured, for `json.dump`.
 
@@ -176,45 +252,38 @@ def as_json(
         rows (`Sequence[Row]`): The tables.
         runs (`Sequence[Run]`): All generations, in their order in time.
         differences (`dict`): As `Benchmark.differences` returns them.
+        skipped (`dict[str, str]`, *optional*): Methods that do not work here, with the reason.
+        memory (`Memory`, *optional*): Peak memory.
+        complete (`bool`): Whether everything that was asked for was run.
     """
-
-    def entry(run: Run) -> dict[str, Any]:
-        difference = differences.get(run.key)
-        return {
-            "task": run.case.prompt.task,
-            "id": run.case.prompt.id,
-            "decoding": run.case.decoding,
-            "method": run.method,
-            "prompt_tokens": run.case.input_ids.shape[1],
-            "new_tokens": len(run.measurement.tokens),
-            "seconds": run.measurement.seconds,
-            "target_forwards": run.target_forwards,
-            "phase_seconds": dict(run.measurement.phase_seconds),
-            "first_difference": None if difference is None else difference.position,
-            "margin": None if difference is None else difference.margin,
-        }
-
     return {
+        "complete": complete,
         "machine": dict(machine),
         "settings": dict(settings),
+        "skipped": dict(skipped or {}),
         "summary": [asdict(row) for row in rows],
-        "runs": [entry(run) for run in runs],
+        "memory": None if memory is None else asdict(memory),
+        "runs": [_entry(run, differences) for run in runs],
     }
 
 
-def machine() -> dict[str, Any]:
-    """Processor, versions, cores, and which of the instructions that make half precision fast there are."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    return {"description": describe_machine(), "cores": os.cpu_count(), "flags": processor_flags(text)}
-
-
-def processor_flags(cpuinfo: str) -> dict[str, bool]:
-    """Which of `PROCESSOR_FLAGS` a processor has.
-
-    Args:
-        cpuinfo (`str`): Text of Linux's `/proc/cpuinfo`; nothing counts as there without it.
-    """
-    lines = (line.partition(":") for line in cpuinfo.splitlines())
-    found = {flag for name, _, flags in lines if name.strip() == "flags" for flag in flags.split()}
-    return {flag: flag in found for flag in PROCESSOR_FLAGS}
+def _entry(run: Run, differences: Differences) -> dict[str, Any]:
+    found = differences.get(run.key, [None] * len(run.case.prompts))
+    measured = run.measurement
+    return {
+        "task": run.key[0],
+        "ids": [prompt.id for prompt in run.case.prompts],
+        "decoding": run.case.decoding,
+        "method": run.method,
+        "prompt_tokens": [int(row.sum()) for row in run.case.attention_mask],
+        "new_tokens": [len(text) for text in measured.texts],
+        "seconds": measured.seconds,
+        "prefill_seconds": measured.prefill_seconds,
+        "target_forwards": measured.forwards,
+        "mean_acceptance_length": measured.mean_acceptance_length,
+        "phase_seconds": measured.phase_seconds(),
+        "tree_sizes": {str(size): steps for size, steps in sorted(Counter(measured.tree_sizes).items())},
+        "reasons": dict(measured.reasons),
+        "first_differences": [None if difference is None else difference.position for difference in found],
+        "margins": [None if difference is None else difference.margin for difference in found],
+    }

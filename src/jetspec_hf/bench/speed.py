@@ -1,14 +1,14 @@
-"""How much faster a draft head makes generation, measured beside plain `generate` and stock prompt lookup.
+"""How much faster a draft head makes generation, measured beside everything a user could pick instead.
 
-    python -m jetspec_hf.bench.speed --target FOLDER --head FOLDER --prompts humaneval.jsonl gsm8k.jsonl \
-        --limit 8 --dtype bfloat16 --threads 2 --tree-budget 4 8 16 --decoding greedy penalised sampled \
-        --chain --prompt-lookup --json speed.json
+    python -m jetspec_hf.bench --target FOLDER --head FOLDER --prompts humaneval.jsonl gsm8k.jsonl \
+        --limit 8 --dtype bfloat16 --threads 2 --all --decoding greedy sampled --json speed.json --plots pictures
 
-One process, batch size 1. Every prompt is answered by each method in turn, the first one rotating from prompt to prompt
-so that none always runs on a cooler or busier machine. Times are those of whole `generate` calls, prefill included,
-per generated token: texts may end at EOS, and below float32 not always at the same place.
+One process. Every prompt is answered by each method in turn, the first one rotating from prompt to prompt so that none
+always runs on a cooler or busier machine. Times are those of whole `generate` calls, prefill included, per generated
+token: texts may end at EOS, and below float32 not always at the same place.
 
-Measured on the CPU, where a phase's time on the clock is its work; an accelerator would need synchronisation.
+An accelerator works while the host runs on. There, times of calls wait for it at their ends only, and the phases of a
+step are from another generation, which waits for it at the ends of every phase.
 """
 
 import argparse
@@ -17,20 +17,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..decoding.drafter import DraftingKnobs
-from ..modeling_jetspec import JetSpecDraftHead
-from .report import NOTES, as_json, machine, summarise, tables
-from .runner import DECODINGS, PROMPT_LOOKUP_TOKENS, Benchmark, Case, ending, methods
-from .tasks import encode, read_tasks
+from .machine import PeakMemory, bytes_of, machine, machine_lines
+from .methods import AUTO, DECODINGS, FIXED_BUDGETS, PROMPT_LOOKUP_TOKENS, STOCK_CHAIN, Method, methods
+from .options import (
+    add_machine_options,
+    add_model_options,
+    add_prompt_options,
+    at_least,
+    check_options,
+    command,
+    ending,
+    head_name,
+    load_models,
+    load_target,
+    tree_budget,
+)
+from .report import NOTES, Memory, as_json, memory_table, summarise, tables
+from .runner import Benchmark, Case, Run
+from .tasks import Prompt, batches, encode, left_padded, read_tasks
+
+INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
+NO_ORACLE = "an oracle cannot tell transformers' own chain drafter what it knows"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -39,55 +49,39 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Args:
         arguments (`Sequence[str]`, *optional*): Those of the process if not given.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m jetspec_hf.bench.speed", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command("", __doc__)
+    add_model_options(parser)
+    add_prompt_options(parser)
+    add_machine_options(parser)
     add = parser.add_argument
-    add("--target", type=Path, required=True, help="folder of the target")
-    add("--head", type=Path, required=True, help="folder of the head")
-    add("--prompts", type=Path, nargs="+", required=True, help="JSONL files with `turns` or `prompt` in each line")
-    add("--limit", type=_at_least(1), help="takes the first prompts of each file only (default: all)")
-    add("--max-new-tokens", type=_at_least(2), default=96, help="most tokens of an answer (%(default)s)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16", help="(%(default)s)")
-    add("--threads", type=_at_least(1), default=torch.get_num_threads(), help="torch threads (%(default)s)")
-    add("--tree-budget", type=_at_least(1), nargs="+", default=[16], help="tree nodes besides the root (16)")
+    add("--max-new-tokens", type=at_least(2), default=96, help="most tokens of an answer (%(default)s)")
+    add("--batch-size", type=at_least(1), default=1, help="prompts of a task answered at once (%(default)s)")
+    add(
+        "--tree-budget",
+        type=tree_budget,
+        nargs="+",
+        help=f'nodes besides the root, or "auto" (auto; with --all {" ".join(map(str, FIXED_BUDGETS))} auto)',
+    )
     add("--decoding", choices=DECODINGS, nargs="+", default=["greedy"], help="(greedy)")
+    add("--all", action="store_true", help="all of the methods below, and trees of every size")
     add("--chain", action="store_true", help="also draft a single path of full depth")
+    add("--stock-chain", action="store_true", help="also run the head in transformers' own DFlash chain drafter")
     add("--prompt-lookup", action="store_true", help=f"also transformers' own, {PROMPT_LOOKUP_TOKENS} tokens at once")
-    add("--repeats", type=_at_least(1), default=1, help="of everything; times are medians (%(default)s)")
+    add("--assistant", type=Path, nargs="+", default=[], help="folders of small models, also as assistants")
+    add("--repeats", type=at_least(1), default=1, help="of everything; times are medians (%(default)s)")
     add("--seed", type=int, default=0, help="of sampling, the same for each method (%(default)s)")
-    add("--json", type=Path, help="file to write everything to")
+    add("--json", type=Path, help="file to write everything to, again after each prompt")
+    add("--plots", type=Path, help="folder to draw plots into; needs matplotlib")
     options = parser.parse_args(arguments)
-    for name in ("tree_budget", "decoding"):
-        values = getattr(options, name)
-        if len(set(values)) < len(values):
-            parser.error(f"--{name.replace('_', '-')} must not repeat a value, got {' '.join(map(str, values))}")
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json must lie in a folder that exists, got {options.json}")
+    if options.tree_budget is None:
+        options.tree_budget = [*FIXED_BUDGETS, AUTO] if options.all else [AUTO]
+    for name in ("chain", "stock_chain", "prompt_lookup"):
+        setattr(options, name, getattr(options, name) or options.all)
+    check_options(parser, options, unique=("tree_budget", "decoding"))
+    names = [folder.name for folder in options.assistant]
+    if len(set(names)) < len(names):
+        parser.error(f"--assistant must name folders of different names, got {' '.join(names)}")
     return options
-
-
-def _at_least(smallest: int) -> Any:
-    def integer(text: str) -> int:
-        if not text.isdecimal() or int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {smallest}, got {text!r}")
-        return int(text)
-
-    return integer
-
-
-def load(options: argparse.Namespace) -> tuple[PreTrainedModel, JetSpecDraftHead, PreTrainedTokenizerBase]:
-    """Loads target, head and tokenizer.
-
-    Args:
-        options (`argparse.Namespace`): The command line.
-    """
-    dtype = getattr(torch, options.dtype)
-    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype).eval()
-    # What else it recommends (penalties, top-k, ...) would be filled in below the decodings that are compared.
-    target.generation_config = GenerationConfig(**ending(target.generation_config))
-    head = JetSpecDraftHead.from_pretrained(options.head, dtype=dtype).eval()
-    return target, head, AutoTokenizer.from_pretrained(options.target)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -97,42 +91,145 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments (`Sequence[str]`, *optional*): The command line; that of the process if not given.
     """
     options = parse(arguments)
-    torch.set_num_threads(options.threads)
-    prompts = read_tasks(options.prompts, options.limit)
-    target, head, tokenizer = load(options)
+    prompts = batches(read_tasks(options.prompts, options.limit), options.batch_size)
+    target, head, tokenizer = load_models(options)
     knobs = DraftingKnobs.resolve(head, target, GenerationConfig())
-    compared = methods(knobs, options.tree_budget, options.chain, options.prompt_lookup)
+    pad_token_id = ending(target.generation_config)["pad_token_id"]
     cases = [
-        [Case(prompt, input_ids, decoding, options.seed + number) for decoding in options.decoding]
-        for number, (prompt, input_ids) in enumerate((prompt, encode(prompt, tokenizer)) for prompt in prompts)
+        [_case(batch, tokenizer, pad_token_id, decoding, options.seed + number) for decoding in options.decoding]
+        for number, batch in enumerate(prompts)
     ]
-    place = machine()
-    flags = ", ".join(flag if there else f"no {flag}" for flag, there in place["flags"].items())
-    print(f"{place['description']}\ncores: {place['cores']}, torch threads: {options.threads}; {flags}")
-    print(
-        f"target {options.target.name}, head {options.head.name}, {options.dtype}, batch size 1, at most "
-        f"{options.max_new_tokens} new tokens, repeats: {options.repeats}; trees at most {knobs.tree_width} wide and "
-        f"{knobs.draft_depth} deep; seed {options.seed}\n",
-        flush=True,
+    cases = [[case.to(options.device) for case in of_prompt] for of_prompt in cases]
+    wanted = methods(
+        knobs,
+        options.tree_budget,
+        chain=options.chain,
+        stock_chain=options.stock_chain and options.oracle is None,
+        prompt_lookup=options.prompt_lookup,
+        assistants={folder.name: load_target(folder, options) for folder in options.assistant},
     )
-    benchmark = Benchmark(target, head, options.max_new_tokens)
-    runs = benchmark.run_all(cases, compared, options.repeats)
-    differences = benchmark.differences(runs)
-    rows = summarise(runs, differences)
-    print(f"{tables(rows)}\n{NOTES}")
-    if options.json is not None:
-        found = as_json(place, _settings(options, knobs), rows, runs, differences)
-        options.json.write_text(json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
+    place, settings = machine(options.device), _settings(options, knobs)
+    print(machine_lines(place))
+    print(f"{_description(options, knobs)}\n", flush=True)
+
+    benchmark = Benchmark(target, head, options.max_new_tokens, options.oracle)
+    compared, skipped = benchmark.usable(cases[0][0], wanted)
+    if options.stock_chain and options.oracle is not None:
+        skipped[STOCK_CHAIN] = NO_ORACLE
+    report = _Report(benchmark, compared, place, settings, skipped, options.json)
+    try:
+        for run in benchmark.run_all(cases, compared, options.repeats):
+            report.add(run)
+        report.finish(cases)
+    except KeyboardInterrupt:
+        print("\ninterrupted: what follows is of the prompts that all methods have answered")
+        report.show(options.plots)
+        raise SystemExit(INTERRUPTED) from None
+    report.show(options.plots)
+
+
+class _Report:
+    """Collects runs, and keeps what is known so far in a file."""
+
+    def __init__(
+        self,
+        benchmark: Benchmark,
+        compared: Sequence[Method],
+        place: dict[str, Any],
+        settings: dict[str, Any],
+        skipped: dict[str, str],
+        path: Path | None,
+    ) -> None:
+        self._benchmark, self._methods, self._path = benchmark, compared, path
+        self._place, self._settings, self._skipped = place, settings, skipped
+        self._runs: list[Run] = []
+        self._memory: Memory | None = None
+        self._complete = False
+
+    def add(self, run: Run) -> None:
+        """Takes in a run; what all methods have answered is written."""
+        self._runs.append(run)
+        if len(self._runs) % len(self._methods) == 0:
+            self._write(self._found(margins=False))
+
+    def finish(self, cases: Sequence[Sequence[Case]]) -> None:
+        """Once all runs are there: peak memory, on the longest prompt."""
+        longest = max((case for of_prompt in cases for case in of_prompt), key=lambda case: case.input_ids.numel())
+        device, head = self._benchmark.target.device, self._benchmark.head
+        self._memory = Memory(
+            PeakMemory.source(device),
+            {"target": bytes_of(self._benchmark.target), "head": bytes_of(head)},
+            {method.name: self._benchmark.peak_memory(longest, method) for method in self._methods},
+        )
+        self._complete = True
+
+    def show(self, plots: Path | None) -> None:
+        """Prints the tables, writes the file for the last time, and draws."""
+        found, rows = self._found(margins=True)
+        if not rows:
+            print("nothing was measured")
+            return
+        print(tables(rows))
+        if self._memory is not None:
+            print(memory_table(self._memory))
+        for name, reason in self._skipped.items():
+            print(f"{name}: n/a: {reason}\n")
+        print(NOTES)
+        self._write((found, rows))
+        if plots is not None:
+            from ..plots import save_benchmark  # noqa: PLC0415  # matplotlib is optional
+
+            save_benchmark(found, plots)
+
+    def _found(self, margins: bool) -> tuple[dict[str, Any], list[Any]]:
+        runs = self._runs[: len(self._runs) // len(self._methods) * len(self._methods)]
+        differences = self._benchmark.differences(runs, margins)
+        rows = summarise(runs, differences)
+        found = as_json(
+            self._place,
+            self._settings,
+            rows,
+            runs,
+            differences,
+            skipped=self._skipped,
+            memory=self._memory,
+            complete=self._complete,
+        )
+        return found, rows
+
+    def _write(self, found: tuple[dict[str, Any], list[Any]]) -> None:
+        if self._path is not None:
+            partial = self._path.with_name(self._path.name + ".part")  # so that the file is never half written
+            partial.write_text(json.dumps(found[0], indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
+            partial.replace(self._path)
+
+
+def _case(
+    prompts: tuple[Prompt, ...], tokenizer: PreTrainedTokenizerBase, pad_token_id: int, decoding: str, seed: int
+) -> Case:
+    input_ids, attention_mask = left_padded([encode(prompt, tokenizer) for prompt in prompts], pad_token_id)
+    return Case(prompts, input_ids, attention_mask, decoding, seed)
+
+
+def _description(options: argparse.Namespace, knobs: DraftingKnobs) -> str:
+    return (
+        f"target {options.target.name}, head {head_name(options)}, {options.dtype}, batch size {options.batch_size}, "
+        f"at most {options.max_new_tokens} new tokens, repeats: {options.repeats}; trees at most {knobs.tree_width} "
+        f"wide and {knobs.draft_depth} deep; seed {options.seed}"
+    )
 
 
 def _settings(options: argparse.Namespace, knobs: DraftingKnobs) -> dict[str, Any]:
     """The command line without the machine's folders, and what follows from the head."""
-    settings = {name: value for name, value in vars(options).items() if name != "json"}
-    settings |= {"target": options.target.name, "head": options.head.name}
-    settings |= {"prompts": [path.name for path in options.prompts]}
-    decodings = {name: DECODINGS[name] for name in options.decoding}
-    return {**settings, "decoding": decodings, "tree_width": knobs.tree_width, "draft_depth": knobs.draft_depth}
-
-
-if __name__ == "__main__":
-    main()
+    left_out = ("json", "plots", "all", "device", "untrained", "block_size")
+    settings = {name: value for name, value in vars(options).items() if name not in left_out}
+    return {
+        **settings,
+        "target": options.target.name,
+        "head": head_name(options),
+        "prompts": [path.name for path in options.prompts],
+        "assistant": [path.name for path in options.assistant],
+        "decoding": {name: DECODINGS[name] for name in options.decoding},
+        "tree_width": knobs.tree_width,
+        "draft_depth": knobs.draft_depth,
+    }
