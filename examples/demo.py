@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import psutil
@@ -86,7 +87,8 @@ class LongerThan(StoppingCriteria):
 def picture_of_a_tree(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, head: JetSpecHead
 ) -> TreePicture:
-    """A few steps into the text, the token tree of one step with its accepted path."""
+    """A few steps into the text, the token tree of one step with its accepted path; 16 nodes, whatever they cost."""
+    head.generation_config.tree_budget = 16
     inputs = tokenizer(prompt, return_tensors="pt")
     stop = StoppingCriteriaList([LongerThan(inputs["input_ids"].shape[1] + 3)])
     target.generate(**inputs, max_new_tokens=64, do_sample=False, stopping_criteria=stop, assistant_model=head)
@@ -113,7 +115,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=physical_cores(), help="torch threads (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=24, help="per prompt (%(default)s)")
-    parser.add_argument("--tree-budget", type=int, default=8, help="tree nodes besides the root (%(default)s)")
+    parser.add_argument(
+        "--tree-budget",
+        type=lambda text: text if text == "auto" else int(text),
+        default="auto",
+        help="tree nodes besides the root, or auto: what pays on this machine (%(default)s)",
+    )
     parser.add_argument("--prompt", action="append", help="a prompt; may be given several times")
     return parser.parse_args(arguments)
 
@@ -128,7 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
     head = JetSpecHead.from_pretrained(options.head, dtype=target.dtype)
     head.generation_config.tree_budget = options.tree_budget
-    print(f"\ngemma-3-270m, {options.dtype}, {options.threads} threads, {options.tree_budget} nodes, {options.head}")
+    print(
+        f"\ngemma-3-270m, {options.dtype}, {options.threads} threads, tree budget {options.tree_budget}, {options.head}"
+    )
     for assistant in ({}, {"assistant_model": head}):  # first calls are slower
         target.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=2, do_sample=False, **assistant)
 
@@ -142,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         identical.append(plain.tokens == tree.tokens)
         print(
             f"\n--- plain {plain.tokens_per_second:.1f} tokens/s, tree {tree.tokens_per_second:.1f} tokens/s, "
-            f"tau {tree.acceptance.mean_acceptance_length:.2f}, identical: {'yes' if identical[-1] else 'no'}"
+            f"tau {tree.acceptance.mean_acceptance_length:.2f}, {mean(tree.acceptance.tree_sizes):.1f} nodes a step, "
+            f"identical: {'yes' if identical[-1] else 'no'}"
         )
 
     print("\nOne token tree of the last prompt and its accepted path:\n")

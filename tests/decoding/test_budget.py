@@ -51,6 +51,7 @@ class TestCalibration:
     def test_chances_are_probabilities_and_fall_with_depth(self) -> None:
         calibration = Calibration()
         for _ in range(50):
+            calibration.fade()
             calibration.learn([math.log(0.3)], [0])  # promised 0.3, always accepted
         [[first, second]] = calibration.expected([math.log(0.9), math.log(0.3)], [1, 2], [2])
         assert 1.0 >= first >= second > 0.3
@@ -59,9 +60,10 @@ class TestCalibration:
     def test_promises_are_worth_what_was_kept_of_them(self, promised: float, kept: float) -> None:
         calibration, draws = Calibration(), torch.Generator().manual_seed(0)
         for _ in range(400):
+            calibration.fade()
             calibration.learn([math.log(promised)], [0] if torch.rand((), generator=draws) < kept else [])
         [[chance]] = calibration.expected([math.log(promised)], [1], [1])
-        assert chance == pytest.approx(kept, abs=0.15)
+        assert chance == pytest.approx(kept, abs=0.2)
 
     def test_a_node_of_probability_zero_is_worth_nothing(self) -> None:
         calibration = Calibration()
@@ -108,7 +110,7 @@ class TestChoice:
         budget, boasting = AutoBudget(costs, Calibration()), tree([0.99])
         decisions = [step(budget, boasting, []) for _ in range(200)]
         assert decisions[0].tree_budget == 1
-        assert sum(decision.tree_budget for decision in decisions[100:]) <= 2
+        assert sum(decision.tree_budget for decision in decisions[100:]) <= 4  # it gets another chance now and then
 
     def test_a_static_cache_limits_the_tree(self) -> None:
         budget = AutoBudget(FREE, Calibration(), static=True)

@@ -31,6 +31,11 @@ class HostTree:
     choices: list[list[int]] | None
 
 
+def has_queue(device: torch.device) -> bool:
+    """Whether the host waits when it reads a result; then all choices are computed, where a CPU computes the path's."""
+    return device.type != "cpu"
+
+
 def to_host(tree: TokenTree, logits: torch.Tensor, writer: TokenWriter) -> HostTree:
     """Brings a tree to the host, with the target's choices where that saves further waits for the device.
 
@@ -43,7 +48,7 @@ def to_host(tree: TokenTree, logits: torch.Tensor, writer: TokenWriter) -> HostT
         `HostTree`: The only wait for the device in a greedy step of fixed size.
     """
     tensors = [tree.token_ids, tree.parents, tree.depths]
-    ahead = writer.takes_largest and logits.device.type != "cpu"  # the CPU computes only those of the path
+    ahead = writer.takes_largest and has_queue(logits.device)
     if ahead:
         tensors.append(logits.argmax(dim=-1).to(tree.device))
     lists: list[list[list[int]]] = torch.stack(tensors).tolist()

@@ -211,6 +211,7 @@ class AutoBudget:
             if self._tree is not None:
                 self._costs.observe_draft(seconds.get("draft", 0.0) + seconds.get("build", 0.0))
             self._costs.observe_verify(nodes, sum(seconds.get(phase, 0.0) for phase in _VERIFY_PHASES))
+        self._calibration.fade()
         if self._tree is not None:
             for row in rows:
                 self._calibration.learn(self._tree[row][1 : nodes + 1], [node - 1 for node in paths[row][1:]])

@@ -8,16 +8,16 @@ import math
 from collections.abc import Sequence
 
 BINS = 16  # by powers of two of the path probability
-_KEPT = 0.98  # of what was learned, per step
-_PRIOR = 1.0  # accepted nodes of which the head is believed before any evidence
+_KEPT = 0.99  # of what was learned, per step
+_PRIOR = 4.0  # promised nodes for which the head is believed before any evidence
 
 
 class Calibration:
     """Accepted over promised, per bin of path probability.
 
     A node of path probability `p` promises `p` accepted nodes. Per bin of `-log2(p)`, the promises kept are
-    `(accepted + k g) / (promised + k)`, where `g` is the same over all bins with 1 in its place and `k` a prior of one
-    accepted node. Evidence fades, since texts change.
+    `(accepted + k g) / (promised + k)`, where `g` is the same over all bins with 1 in its place and `k` the weight of
+    the prior. Evidence fades from step to step, since texts change: a head that failed gets another chance.
     """
 
     def __init__(self) -> None:
@@ -53,6 +53,11 @@ class Calibration:
             chances.append(_falling(by_depth))
         return chances
 
+    def fade(self) -> None:
+        """A step has passed."""
+        for bins in (self._promised, self._accepted):
+            bins[:] = [value * _KEPT for value in bins]
+
     def learn(self, log_probs: Sequence[float], accepted: Sequence[int]) -> None:
         """Takes in what became of one row's verified nodes.
 
@@ -60,8 +65,6 @@ class Calibration:
             log_probs (`list[float]`): Of the paths to the verified nodes besides the root.
             accepted (`list[int]`): Indices into these of the accepted ones.
         """
-        for bins in (self._promised, self._accepted):
-            bins[:] = [value * _KEPT for value in bins]
         for log_prob in log_probs:
             self._promised[_bin(log_prob)] += math.exp(log_prob)
         for node in accepted:
