@@ -15,6 +15,8 @@ from jetspec_hf.decoding.step_costs import LearnedCosts
 from support.oracle import OracleHead
 from support.tiny_targets import tiny_target
 
+pytest_plugins = ["support.exactness_record"]
+
 torch.set_num_threads(1)  # tiny tensors: more threads are slower, and results then depend on the machine
 
 

@@ -18,7 +18,7 @@ from support.oracle import OracleHead
 from support.references import greedy_reference
 
 FREE = StepCosts(0.1, {0: 1.0, 256: 1.001})  # nodes cost nothing
-DEAR = StepCosts(0.1, {0: 1.0, 1: 3.0})  # two plain steps each
+DEAR = StepCosts(0.1, {0: 1.0, 1: 3.0, 2: 5.0})  # two plain steps each
 
 
 def tree(probabilities: list[float], depths: list[int] | None = None) -> TokenTree:
@@ -124,7 +124,9 @@ class TestLearning:
         """These tests say themselves what a step takes."""
 
     @staticmethod
-    def run(steps: int, per_node: float, probabilities: list[float], accepted: list[int]) -> list[Any]:
+    def run(
+        steps: int, per_node: float, probabilities: list[float], accepted: list[int], first_node: float = 0.0
+    ) -> list[Any]:
         """Decisions on a machine whose plain step takes 1 s; the first step of each size takes three times as long."""
         budget, drafted, seen = AutoBudget(LearnedCosts(), Calibration()), tree(probabilities), set()
         decisions = []
@@ -135,7 +137,7 @@ class TestLearning:
                 decision = budget.after_build(drafted.prefix(decision.tree_budget), [0])
                 seconds = {"draft": 0.1, "build": 0.01}
             nodes = decision.tree_budget
-            seconds["verify"] = (1.0 + per_node * nodes) * (1.0 if nodes in seen else 3.0)
+            seconds["verify"] = (1.0 + first_node * bool(nodes) + per_node * nodes) * (1.0 if nodes in seen else 3.0)
             seen.add(nodes)
             budget.learn([[0, *(node for node in accepted if node <= nodes)]], [0], seconds)
             decisions.append(decision)
@@ -148,13 +150,17 @@ class TestLearning:
         assert [decision.reason for decision in decisions[1:3]] == [MEASURING, MEASURING]
         assert sizes[-1] == 40
 
+    def test_a_first_node_that_is_dear_does_not_hide_that_the_others_are_cheap(self) -> None:
+        decisions = self.run(60, 0.02, [0.95**depth for depth in range(1, 41)], list(range(1, 41)), first_node=1.0)
+        assert decisions[-1].tree_budget >= 32
+
     def test_where_nodes_are_dear_it_settles_on_plain_steps(self) -> None:
         decisions = self.run(300, 1.0, [0.7, 0.5, 0.3, 0.2], [1])
         assert sum(decision.tree_budget > 0 for decision in decisions) <= 4
         assert {decision.reason for decision in decisions[-64:]} <= {PAUSED, PLAIN}
 
     def test_in_between_it_takes_the_nodes_that_pay(self) -> None:
-        # a node costs 0.25 plain steps, and the rate is about 1.3 tokens a step: chances above a third pay
+        # a node costs 0.25 plain steps, and the rate is about 1.4 tokens a step: chances above 0.35 pay
         decisions = self.run(200, 0.25, [0.8, 0.6, 0.1, 0.05], [1, 2])
         assert {decision.tree_budget for decision in decisions[-20:] if decision.reason == BEST} == {2}
 

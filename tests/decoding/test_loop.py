@@ -291,3 +291,11 @@ def test_without_drafting_no_features_are_kept(target: PreTrainedModel, head: Or
     )
     assert torch.equal(output.sequences, reference.sequences)
     assert not hasattr(output[CACHE], "jetspec_context")
+
+
+def test_an_expanded_prompt_is_decoded(target: PreTrainedModel, head: OracleHead) -> None:
+    reference = greedy_reference(target, (7,), 12)
+    prompt = reference.inputs["input_ids"].expand(3, -1)
+    head.know(reference.texts * 3)
+    output = target.generate(prompt, assistant_model=head, max_new_tokens=12, do_sample=False)
+    assert torch.equal(output, reference.sequences.expand(3, -1))

@@ -25,7 +25,7 @@ def learned(*observations: tuple[int, float]) -> LearnedCosts:
 def test_a_table_is_read_along_straight_lines() -> None:
     costs = StepCosts(0.5, {0: 1.0, 4: 2.0, 8: 6.0})
     assert [costs.verify(nodes) for nodes in (0, 2, 4, 5, 8)] == [1.0, 1.5, 2.0, 3.0, 6.0]
-    assert costs.verify(16) == 6.0 + 8 * 5.0 / 8
+    assert costs.verify(16) == 6.0 + 8 * (6.0 - 2.0) / 4
 
 
 def test_a_table_of_a_plain_step_alone_says_that_nodes_are_free() -> None:
@@ -79,10 +79,16 @@ def test_a_larger_tree_never_costs_less() -> None:
     assert costs.verify(4) == costs.verify(8) == pytest.approx((3.0 + 3 * 2.0) / 4)
 
 
-def test_beyond_the_largest_measured_size_the_line_goes_on() -> None:
+def test_beyond_the_only_measured_tree_nodes_are_hoped_to_be_cheap() -> None:
     costs = learned(*[(0, 1.0)] * 2, *[(8, 3.0)] * 2)
-    assert costs.verify(16) == 5.0
+    assert costs.verify(4) == 2.0
+    assert 3.0 < costs.verify(16) < 3.5
     assert costs.largest_measured == 8
+
+
+def test_beyond_two_measured_trees_their_line_goes_on() -> None:
+    costs = learned(*[(0, 1.0)] * 2, *[(4, 2.0)] * 2, *[(8, 2.2)] * 2)
+    assert costs.verify(16) == pytest.approx(2.6)
 
 
 def test_a_size_that_is_not_seen_for_long_is_forgotten_but_a_plain_step_never() -> None:

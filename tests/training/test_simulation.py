@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedModel
 
 from jetspec_hf import JetSpecDraftHead
+from jetspec_hf.decoding.budget import BudgetDecision
 from jetspec_hf.decoding.output import AcceptanceStats
 from jetspec_hf.training import simulation
 from jetspec_hf.training.blocks import branch_states, draft_states, make_blocks, sample_anchors
@@ -281,6 +282,8 @@ def test_pooled_statistics_are_those_of_one_generation_after_the_other() -> None
         [[3, 1], [2], []], 3, [4, 4, 2], [3, 2], [2, 1], 0.75, [{"draft": 1.0}, {}, {"draft": 2.0}]
     )
     assert pooled.mean_acceptance_length == 2.0
+    one.decisions, two.decisions = [BudgetDecision(4, "fixed")] * 2, [BudgetDecision(2, "best rate")]
+    assert pool_acceptance([one, two]).reasons == {"fixed": 2, "best rate": 1}
     assert pool_acceptance([]).steps == 0
 
 

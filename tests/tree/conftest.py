@@ -12,9 +12,9 @@ from jetspec_hf.tree import TokenTree
 
 
 @st.composite
-def _token_trees(draw: st.DrawFn, max_batch: int = 3, max_nodes: int = 9) -> TokenTree:
+def _token_trees(draw: st.DrawFn, min_batch: int = 1, max_batch: int = 3, max_nodes: int = 9) -> TokenTree:
     """Any tree: each node hangs from any earlier one; the tokens are all different."""
-    batch, nodes = draw(st.integers(1, max_batch)), draw(st.integers(1, max_nodes))
+    batch, nodes = draw(st.integers(min_batch, max_batch)), draw(st.integers(1, max_nodes))
     parents = [[-1] + [draw(st.integers(0, node - 1)) for node in range(1, nodes)] for _ in range(batch)]
     depths = [[0] * nodes for _ in range(batch)]
     for row in range(batch):

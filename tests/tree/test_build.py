@@ -8,13 +8,14 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetspec_hf.tree import TokenTree, build_tree
+from jetspec_hf.tree import TokenTree, build, build_tree
 
 Path = tuple[int, ...]
 Children = Callable[[Path], dict[int, float]]  # path from the anchor on -> log-probability of every candidate
@@ -22,6 +23,11 @@ Children = Callable[[Path], dict[int, float]]  # path from the anchor on -> log-
 # Sums of up to 15 float32 numbers against sums in double precision; large sums are exact to as many digits.
 TOLERANCE, DIGITS = 2e-5, 1e-6
 STATE = 3  # numbers in the state of a branch term
+
+
+def waiting(forbidden: bool) -> Any:
+    """A context in which the builder must not look at values, as on an accelerator, or may, as on the CPU."""
+    return mock.patch.object(build, "_host_may_look", return_value=not forbidden)
 
 
 def log_softmax(scores: list[float]) -> list[float]:
@@ -161,7 +167,8 @@ def test_the_nodes_are_the_best_of_all_paths(data: st.DataObject) -> None:
     logits = data.draw(draft_logits(batch, depth, vocabulary), label="logits")
     anchors = torch.arange(batch) + 100
 
-    tree = build_tree(anchors, logits, tree_budget=budget, tree_width=width, temperature=temperature)
+    with waiting(forbidden=data.draw(st.booleans(), label="waiting is forbidden")):
+        tree = build_tree(anchors, logits, tree_budget=budget, tree_width=width, temperature=temperature)
 
     for row in range(batch):
         children = by_depth(as_stored(logits[row]), temperature)
@@ -195,15 +202,16 @@ def test_the_nodes_are_the_best_of_all_paths_under_a_branch_term(data: st.DataOb
         extra = torch.randn(vocabulary, vocabulary, generator=generator).mul(2).to(dtype)
     anchors = torch.randint(vocabulary, (batch,), generator=generator)
 
-    tree = build_tree(
-        anchors,
-        logits,
-        tree_budget=budget,
-        tree_width=width,
-        temperature=temperature,
-        branch=lambda _depth, parents, _states, tokens: (extra[parents[:, :, None], tokens[:, None, :]], None),
-        branch_candidates=candidates,
-    )
+    with waiting(forbidden=data.draw(st.booleans(), label="waiting is forbidden")):
+        tree = build_tree(
+            anchors,
+            logits,
+            tree_budget=budget,
+            tree_width=width,
+            temperature=temperature,
+            branch=lambda _depth, parents, _states, tokens: (extra[parents[:, :, None], tokens[:, None, :]], None),
+            branch_candidates=candidates,
+        )
 
     # A float32 logit of 1000 holds the branch term to four digits.
     tolerance = TOLERANCE + 1e-6 * logits.nan_to_num(neginf=0.0).abs().max().item() / temperature
@@ -269,16 +277,17 @@ def test_the_nodes_are_the_best_of_all_paths_under_a_branch_term_with_states(dat
     recurrence = Recurrence(depth, 9, vocabulary, generator, scale)
     anchors = torch.randint(9, (batch,), generator=generator)
 
-    tree = build_tree(
-        anchors,
-        logits,
-        tree_budget=budget,
-        tree_width=width,
-        temperature=temperature,
-        branch=recurrence,
-        branch_candidates=candidates,
-        token_ids=token_ids,
-    )
+    with waiting(forbidden=data.draw(st.booleans(), label="waiting is forbidden")):
+        tree = build_tree(
+            anchors,
+            logits,
+            tree_budget=budget,
+            tree_width=width,
+            temperature=temperature,
+            branch=recurrence,
+            branch_candidates=candidates,
+            token_ids=token_ids,
+        )
 
     columns = list(range(vocabulary)) if token_ids is None else token_ids.tolist()
     for row, anchor in enumerate(anchors.tolist()):
@@ -347,6 +356,25 @@ def test_a_state_is_that_of_the_paths_own_parent() -> None:
         token_ids=torch.tensor([3, 8]),
     )
     assert states_seen == [[[5]], [[53, 58]], [[538, 588, 533, 583]]]
+
+
+@pytest.mark.parametrize(("forbidden", "paths_asked"), [(False, [1, 2]), (True, [1, 2, 2])])
+def test_children_that_cannot_be_among_the_best_are_not_scored_where_the_host_may_know(
+    forbidden: bool, paths_asked: list[int]
+) -> None:
+    # Depth 1: 0.6, 0.4; depth 2: 0.3, 0.3, 0.2, 0.2. The three best are 0.6, 0.4 and 0.3: nothing below 0.3 is.
+    logits, asked = torch.tensor([[[0.6, 0.4], [0.5, 0.5], [0.9, 0.1]]]).log(), []
+
+    def branch(
+        depth: int, parents: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        asked.append(parents.shape[1])
+        return no_branch(depth, parents, states, columns)
+
+    with waiting(forbidden):
+        tree = build_tree(torch.tensor([5]), logits, tree_budget=3, tree_width=2, branch=branch)
+    assert asked == paths_asked
+    assert tree.log_probs[0].exp().tolist() == pytest.approx([1.0, 0.6, 0.4, 0.3])
 
 
 def test_columns_are_renamed_to_the_tokens_they_stand_for() -> None:
@@ -475,6 +503,24 @@ def test_among_equally_probable_nodes_the_shallower_stand_first() -> None:
     assert tree.log_probs.tolist() == [[0.0] * 5]
 
 
+@pytest.mark.parametrize("forbidden", [False, True])
+@pytest.mark.parametrize("branched", [False, True])
+def test_a_tree_is_the_prefix_of_a_larger_one_though_many_paths_are_equally_probable(
+    forbidden: bool, branched: bool
+) -> None:
+    logits, anchors = torch.randint(0, 3, (2, 5, 30)).float(), torch.tensor([3, 4])
+    branch = no_branch if branched else None
+    with waiting(forbidden):
+        large = build_tree(anchors, logits, tree_budget=200, tree_width=6, branch=branch)
+        for budget in (6, 17, 60, 199):
+            tree, prefix = (
+                build_tree(anchors, logits, tree_budget=budget, tree_width=6, branch=branch),
+                large.prefix(budget),
+            )
+            assert torch.equal(tree.token_ids, prefix.token_ids)
+            assert torch.equal(tree.parents, prefix.parents)
+
+
 def no_branch(
     depth: int, parents: torch.Tensor, states: torch.Tensor | None, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
@@ -493,7 +539,7 @@ def test_a_branch_term_of_0_over_all_tokens_changes_nothing() -> None:
 @pytest.mark.parametrize("branch", [None, no_branch])
 def test_building_does_not_wait_for_the_device(branch: Any, no_host_sync: Any) -> None:
     anchors, logits = torch.tensor([1, 2]), torch.randn(2, 4, 9000)
-    with no_host_sync:
+    with waiting(forbidden=True), no_host_sync:
         build_tree(anchors, logits, tree_budget=20, tree_width=4, branch=branch)
     # A tensor without data shows it too: there is nothing to wait for.
     tree = build_tree(anchors.to("meta"), logits.to("meta"), tree_budget=20, tree_width=4, branch=branch)
@@ -503,7 +549,7 @@ def test_building_does_not_wait_for_the_device(branch: Any, no_host_sync: Any) -
 def test_building_with_states_and_a_draft_vocabulary_does_not_wait_for_the_device(no_host_sync: Any) -> None:
     anchors, logits, token_ids = torch.tensor([1, 2]), torch.randn(2, 4, 9000), torch.arange(1, 9001)
     recurrence = Recurrence(4, 9001, 9000, torch.Generator().manual_seed(0), scale=1.0)
-    with no_host_sync:
+    with waiting(forbidden=True), no_host_sync:
         build_tree(anchors, logits, tree_budget=20, tree_width=4, branch=recurrence, token_ids=token_ids)
     tree = build_tree(
         anchors.to("meta"),

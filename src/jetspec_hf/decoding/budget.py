@@ -21,10 +21,10 @@ PAUSED, MEASURING, NOTHING = "paused", "measuring a plain step", "nothing can be
 
 _VERIFY_PHASES = ("verify", "accept", "commit")  # of a step, draft and build aside
 _FIRST = 4  # nodes of the first tree on a machine of which nothing is known
-_GROWTH = 4  # how many times larger than the largest measured tree the next may be
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 4, 64
 _STALE = 256  # steps after which a close call measures the plain step again
 _CLOSE = 1.3  # advantage over plain decoding below which a call is close
+_MARGIN = 1.03  # advantage that drafting must promise, for promises are uncertain
 _WEIGHT = 0.25  # of the newest step in the running rate of drafting
 
 
@@ -166,11 +166,11 @@ class AutoBudget:
         return costs.plain_age > _STALE and self._speedup() < _CLOSE
 
     def _may_try(self, size: int) -> bool:
-        """Sizes far above the largest measured one wait, for their costs are guesses."""
+        """Not more than one rung above the largest measured size, for the costs of larger trees are guesses."""
         if not isinstance(self._costs, LearnedCosts):
             return True
-        least = next(size for size in self._ladder if size >= _FIRST)
-        return size <= max(least, _GROWTH * self._costs.largest_measured)
+        above = max(_FIRST, self._costs.largest_measured + 1)
+        return size <= next((rung for rung in self._ladder if rung >= above), self._ladder[-1])
 
     def _speedup(self) -> float:
         """Of drafted steps lately over plain ones; 0 before the first."""
@@ -195,11 +195,11 @@ class AutoBudget:
 
     def _weigh(self, tokens: float, cost: float) -> None:
         """Updates what drafting is worth, and pauses it while plain decoding is faster."""
-        pays_again = tokens > cost and self._speedup() < 1.0
+        pays_again = tokens > _MARGIN * cost and self._speedup() < _MARGIN
         weight = 1.0 if pays_again or not self._cost else _WEIGHT
         self._tokens += weight * (tokens - self._tokens)
         self._cost += weight * (cost - self._cost)
-        if self._speedup() >= 1.0:
+        if self._speedup() >= _MARGIN:
             self._pause = _SHORTEST_PAUSE
         else:
             self._paused, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)

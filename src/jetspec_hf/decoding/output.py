@@ -26,7 +26,6 @@ class AcceptanceStats:
             unfinished: the accepted nodes and the bonus token.
         steps (`int`): Target forwards after the prefill.
         tree_sizes (`list[int]`): Per step, the nodes verified besides the root.
-        decisions (`list[BudgetDecision]`): Per step, why the tree had that size, and what was expected of it.
         reached_by_depth (`list[int]`): Row-steps whose tree had a node at depth 1, 2, ...
         accepted_by_depth (`list[int]`): Row-steps that accepted a node at depth 1, 2, ...
         prefill_seconds (`float`): Time of the prefill and the first token.
@@ -34,18 +33,19 @@ class AcceptanceStats:
             time of the host: on an accelerator a phase may pay for what an earlier one queued.
         last_tree (`TokenTree`, *optional*): The last step's tree.
         last_path (`list[list[int]]`): Per row, the accepted nodes of that tree, the root first.
+        decisions (`list[BudgetDecision]`): Per step, why the tree had that size, and what was expected of it.
     """
 
     accepted_lengths: list[list[int]]
     steps: int = 0
     tree_sizes: list[int] = field(default_factory=list)
-    decisions: list[BudgetDecision] = field(default_factory=list)
     reached_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     step_seconds: list[dict[str, float]] = field(default_factory=list)
     last_tree: TokenTree | None = None
     last_path: list[list[int]] = field(default_factory=list)
+    decisions: list[BudgetDecision] = field(default_factory=list)
 
     @classmethod
     def of_batch(cls, batch_size: int) -> "AcceptanceStats":

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, Protocol
 
 # Sizes of trees to choose from: few enough that each is seen often.
-LADDER = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LADDER = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Each size of a static cache's forward may be compiled, which takes longer than many steps.
 STATIC_LADDER = (0, 8, 32, 128)
 
@@ -172,9 +172,13 @@ class LearnedCosts:
         if known[0][0] > 0:  # no plain step yet
             size, seconds = known[0]
             known.insert(0, (0, seconds / (1.0 + NODE_PRIOR * size)))
-        if len(known) == 1:
-            return known[0][1] * (1.0 + NODE_PRIOR * nodes)
-        return _interpolate(known, nodes)
+        largest, seconds = known[-1]
+        if nodes <= largest:
+            return _interpolate(known, nodes)
+        # The first node is often the dearest, so the line to a plain step says nothing of larger trees.
+        halves = [point for point in known if 0 < point[0] <= largest / 2]
+        slope = (seconds - halves[-1][1]) / (largest - halves[-1][0]) if halves else NODE_PRIOR * known[0][1]
+        return seconds + slope * (nodes - largest)
 
 
 def _rising(points: list[tuple[int, float, int]]) -> list[tuple[int, float]]:
@@ -196,14 +200,14 @@ def _rising(points: list[tuple[int, float, int]]) -> list[tuple[int, float]]:
 
 
 def _interpolate(points: list[tuple[int, float]], nodes: int) -> float:
-    """On the line between the neighbours of `nodes`; beyond the last point, on that from the first to the last."""
+    """On the line between the neighbours of `nodes`; beyond the last point, on that through the last two."""
     sizes = [size for size, _ in points]
     index = bisect_left(sizes, nodes)
     if index < len(points) and sizes[index] == nodes:
         return points[index][1]
     if len(points) == 1:
         return points[0][1]
-    low, high = (points[0], points[-1]) if index == len(points) else (points[index - 1], points[index])
+    low, high = points[-2:] if index == len(points) else points[index - 1 : index + 1]
     slope = (high[1] - low[1]) / (high[0] - low[0])
     return high[1] + slope * (nodes - high[0])
 

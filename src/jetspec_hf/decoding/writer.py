@@ -75,7 +75,7 @@ class TokenWriter:
         streamer: BaseStreamer | None,
         lockstep: bool = False,
     ) -> None:
-        self._ids = input_ids.long()
+        self._ids = input_ids.long().contiguous()  # an expanded prompt cannot be written to
         self._processors = logits_processor
         self._criteria = stopping_criteria
         self._streamer = streamer

@@ -127,6 +127,7 @@ def pool_acceptance(parts: Sequence[AcceptanceStats]) -> AcceptanceStats:
         accepted_lengths=[lengths for part in parts for lengths in part.accepted_lengths],
         steps=sum(part.steps for part in parts),
         tree_sizes=[size for part in parts for size in part.tree_sizes],
+        decisions=[decision for part in parts for decision in part.decisions],
         reached_by_depth=_column_sums(part.reached_by_depth for part in parts),
         accepted_by_depth=_column_sums(part.accepted_by_depth for part in parts),
         prefill_seconds=sum(part.prefill_seconds for part in parts),

@@ -1,17 +1,19 @@
 """Draft logits to a token tree: the nodes of highest path probability, exactly.
 
 Paper (arXiv 2606.18394): building the draft tree under a budget. The official builder takes a popped node's whole set
-of siblings; this one takes the optimum. Everything is batched and runs on the device, which the host never waits for.
+of siblings; this one takes the optimum. Everything is batched and runs on the device, which the host never waits for;
+on the CPU, where there is nothing to wait for, depths and paths that cannot have one of the best nodes are left out.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 
+from .best_first import best_first_tree
 from .token_tree import TokenTree
 
 
@@ -36,8 +38,9 @@ class BranchTerm(Protocol):
         """
 
 
-# A smaller vocabulary is sorted faster than it is divided into blocks, of which as many are compared at once.
-_SMALL_VOCABULARY, _LANES = 8192, 64
+_BLOCK = 16  # logits of which only the largest is compared at first
+_FEWEST_BLOCKS = 4  # for each token wanted; fewer are sorted faster than they are divided into blocks
+_CACHED = 2**19  # logits that a processor's cache may hold
 
 
 @torch.no_grad()
@@ -110,22 +113,38 @@ def build_tree(
     draft_logits = draft_logits[:, :depth_limit]
     width = min(tree_width, tree_budget, draft_logits.shape[2])
     if branch is None:
-        children = _children_by_depth(draft_logits, width, temperature)
+        by_depth = _children_by_depth(draft_logits, width, temperature, token_ids)
+        if _host_may_look(anchor_ids) and len(anchor_ids):
+            return best_first_tree(anchor_ids, by_depth, depth_limit, tree_budget)
+        children = _the_same_for_all_paths(by_depth)
     else:
-        children = _children_by_path(draft_logits, width, temperature, branch, branch_candidates)
+        children = _children_by_path(draft_logits, width, temperature, token_ids, branch, branch_candidates)
 
     levels = [_Level.root(anchor_ids)]
+    paths, best = levels[0], levels[0].log_probs[:, :0]
     for depth in range(depth_limit):
-        levels.append(_best_children(levels[-1], children(depth, levels[-1]), token_ids, limit=tree_budget - depth))
+        levels.append(_best_children(paths, children(depth, paths), limit=tree_budget - depth))
+        paths = levels[-1]
+        if _host_may_look(anchor_ids):
+            best = torch.cat([best, paths.log_probs], dim=1)
+            best = best.topk(min(tree_budget, best.shape[1]), dim=1).values
+            if best.shape[1] == tree_budget:
+                paths = paths.better_than(best[:, -1:])
+                if paths.log_probs.shape[1] == 0:
+                    break
     return _best_nodes(levels, tree_budget)
+
+
+def _host_may_look(tensor: torch.Tensor) -> bool:
+    """Whether reading a value costs no wait: then what cannot lead to one of the best nodes is not scored."""
+    return tensor.device.type == "cpu"
 
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """The paths kept at one depth: tensors of shape `(batch, paths)`; `parents` counts within the level above.
-
-    `states`, of shape `(batch, paths, state)`, are those of the paths' parents under a branch term.
-    """
+    """The paths kept at one depth, the best first: tensors of shape `(batch, paths)`; `parents` counts within the level
+    above. `states`, of shape `(batch, paths, state)`, are those of the paths' parents under a branch term.
+    """  # noqa: D205  # one sentence is too long for a line
 
     token_ids: torch.Tensor
     parents: torch.Tensor
@@ -138,6 +157,13 @@ class _Level:
         token_ids = anchor_ids[:, None]
         return cls(token_ids, torch.zeros_like(token_ids), torch.zeros_like(token_ids, dtype=torch.float32))
 
+    def better_than(self, log_probs: torch.Tensor) -> "_Level":
+        """Return the best paths alone, as many as are more probable than `log_probs` in any row."""
+        counts = (self.log_probs > log_probs).sum(dim=1)
+        count = int(counts.amax()) if len(counts) else 0
+        states = None if self.states is None else self.states[:, :count]
+        return _Level(self.token_ids[:, :count], self.parents[:, :count], self.log_probs[:, :count], states)
+
 
 @dataclass(frozen=True, eq=False)
 class _Children:
@@ -146,81 +172,123 @@ class _Children:
     """  # noqa: D205  # one sentence is too long for a line
 
     log_probs: torch.Tensor
-    columns: torch.Tensor
+    token_ids: torch.Tensor
     states: torch.Tensor | None = None
 
 
-def _best_children(level: _Level, children: _Children, token_ids: torch.Tensor | None, limit: int) -> _Level:
+def _best_children(level: _Level, children: _Children, limit: int) -> _Level:
     """Keep the `limit` best paths of one step more."""
     path_log_probs = level.log_probs[:, :, None] + children.log_probs
     paths, width = path_log_probs.shape[1:]
-    best, chosen = path_log_probs.flatten(1).topk(min(limit, paths * width), dim=1)
-    columns = children.columns.expand(-1, paths, -1).flatten(1).gather(1, chosen)
+    best, chosen = _largest(path_log_probs.flatten(1), limit)
+    token_ids = children.token_ids.expand(-1, paths, -1).flatten(1).gather(1, chosen)
     parents = chosen // width
     states = children.states
     if states is not None:
         states = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[2]))
-    return _Level(columns if token_ids is None else token_ids[columns], parents, best, states)
+    return _Level(token_ids, parents, best, states)
 
 
 def _best_nodes(levels: list[_Level], tree_budget: int) -> TokenTree:
     """Keep the root and the `tree_budget` best nodes of all levels, and renumber their parents."""
-    parents, depths, start = [torch.full_like(levels[0].parents, -1)], [torch.zeros_like(levels[0].parents)], 0
+    above_each, depths, start = [torch.full_like(levels[0].parents, -1)], [torch.zeros_like(levels[0].parents)], 0
     for depth, (above, level) in enumerate(pairwise(levels), start=1):
-        parents.append(level.parents + start)
+        above_each.append(level.parents + start)
         depths.append(torch.full_like(level.parents, depth))
         start += above.parents.shape[1]
+    parents = torch.cat(above_each, dim=1)
 
-    # A stable sort of levels in order: among equals the shallower stands first, hence a parent before its children.
-    log_probs, order = torch.cat([level.log_probs for level in levels], dim=1).sort(dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
-    order = order[:, : tree_budget + 1]
-    parent = torch.cat(parents, dim=1).gather(1, order)
+    # Among equals the shallower stands first, hence a parent before its children.
+    log_probs, order = _largest(torch.cat([level.log_probs for level in levels], dim=1), tree_budget + 1)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    rank = torch.empty_like(parents).scatter_(1, order, places)
+    parent = parents.gather(1, order)
     return TokenTree(
         token_ids=torch.cat([level.token_ids for level in levels], dim=1).gather(1, order),
         parents=torch.where(parent < 0, -1, rank.gather(1, parent.clamp(min=0))),
         depths=torch.cat(depths, dim=1).gather(1, order),
-        log_probs=log_probs[:, : tree_budget + 1],
+        log_probs=log_probs,
         depth_limit=len(levels) - 1,
     )
 
 
+def _largest(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `count` largest of each row, or all there are, sorted, and their places.
+
+    Among equals the one of the earlier place stands first. With what `topk` happens to choose, a tree would not be the
+    prefix of a larger one, from which other budgets are simulated. Places are the low halves of numbers whose high
+    halves, the bits of a float without its sign, grow as a log-probability falls.
+    """
+    places = torch.arange(log_probs.shape[1], device=log_probs.device)
+    keys = log_probs.abs().view(torch.int32).long().mul_(2**32).add_(places)
+    chosen = keys.topk(min(count, log_probs.shape[1]), dim=1, largest=False).values.bitwise_and_(2**32 - 1)
+    return log_probs.gather(1, chosen), chosen
+
+
 def _children_by_depth(
-    draft_logits: torch.Tensor, width: int, temperature: float
+    draft_logits: torch.Tensor, width: int, temperature: float, token_ids: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield log-probabilities and tokens of each depth's best children, of shape `(batch, width)`."""
+    for logits in _few_depths_at_once(draft_logits):
+        best, columns = _best_tokens(logits, width)
+        named = columns if token_ids is None else token_ids[columns]
+        log_probs = _log_probs_of_best(best, logits, temperature)
+        yield from zip(log_probs.unbind(1), named.unbind(1), strict=True)
+
+
+def _the_same_for_all_paths(
+    by_depth: Iterator[tuple[torch.Tensor, torch.Tensor]],
 ) -> Callable[[int, _Level], _Children]:
     """Score children by their depth and token."""
-    best, columns = _best_tokens(draft_logits, width)
 
     def children(depth: int, level: _Level) -> _Children:
-        log_probs = _log_probs_of_best(best[:, depth], draft_logits[:, depth], temperature)
-        return _Children(log_probs[:, None], columns[:, None, depth])
+        log_probs, token_ids = next(by_depth)
+        return _Children(log_probs[:, None], token_ids[:, None])
 
     return children
 
 
 def _children_by_path(
-    draft_logits: torch.Tensor, width: int, temperature: float, branch: BranchTerm, branch_candidates: int
+    draft_logits: torch.Tensor,
+    width: int,
+    temperature: float,
+    token_ids: torch.Tensor | None,
+    branch: BranchTerm,
+    branch_candidates: int,
 ) -> Callable[[int, _Level], _Children]:
     """Score children by their depth, token and the path that leads to them."""
-    logits, candidates = _best_tokens(draft_logits, min(branch_candidates, draft_logits.shape[2]))
-    logits = _at_least_float32(logits)
+    count = min(branch_candidates, draft_logits.shape[2])
+
+    def by_depth() -> Iterator[tuple[torch.Tensor, ...]]:
+        for some_logits in _few_depths_at_once(draft_logits):
+            best, columns = _best_tokens(some_logits, count)
+            named = columns if token_ids is None else token_ids[columns]
+            yield from zip(best.split(1, dim=1), columns.unbind(1), named.split(1, dim=1), strict=True)
+
+    candidates = by_depth()
 
     def children(depth: int, level: _Level) -> _Children:
-        extra, states = branch(depth, level.token_ids, level.states, candidates[:, depth])
-        expected = (*level.token_ids.shape, candidates.shape[2])
+        logits, columns, named = next(candidates)
+        extra, states = branch(depth, level.token_ids, level.states, columns)
+        expected = (*level.token_ids.shape, count)
         if extra.shape != expected:
             raise ValueError(
                 f"`branch` must return scores of shape (batch, paths, candidates), here {expected}, got "
                 f"{tuple(extra.shape)}: return what each path adds to the logit of each candidate."
             )
-        scores = logits[:, None, depth] + extra
-        best, chosen = scores.topk(min(width, expected[2]), dim=2)
-        columns = candidates[:, None, depth].expand(expected).gather(2, chosen)
-        return _Children(_log_probs_of_best(best, scores, temperature), columns, states)
+        scores = logits + extra
+        best, chosen = scores.topk(min(width, count), dim=2)
+        log_probs = _log_probs_of_best(best, scores, temperature)
+        return _Children(log_probs, named.expand(expected).gather(2, chosen), states)
 
     return children
+
+
+def _few_depths_at_once(draft_logits: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the logits in float32 at least, on the CPU no more depths at once than a processor's cache may hold."""
+    vocabulary = draft_logits.shape[0] * draft_logits.shape[2]
+    depths = max(1, _CACHED // max(1, vocabulary)) if draft_logits.device.type == "cpu" else draft_logits.shape[1]
+    return (_at_least_float32(logits) for logits in draft_logits.split(depths, dim=1))
 
 
 def _log_probs_of_best(best: torch.Tensor, scores: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -229,11 +297,10 @@ def _log_probs_of_best(best: torch.Tensor, scores: torch.Tensor, temperature: fl
     With the largest known, no full log-softmax is stored. Nothing exceeds 0, since the sum below holds the largest's
     own 1. What has no probability, a forbidden entry or all of a row that holds a NaN or no finite number, gets `-inf`.
     """
-    peak = _at_least_float32(best[..., :1])
-    distances = scores - peak
-    if temperature != 1.0:  # greedy decoding, the usual case, need not pass over the vocabulary once more
-        distances.div_(temperature)
-    log_sum = distances.exp_().sum(dim=-1, keepdim=True).log_()
+    peak = best[..., :1]
+    # powers of 2 are computed faster than those of e
+    powers = (scores - peak).mul_(math.log2(math.e) / temperature).exp2_()
+    log_sum = powers.sum(dim=-1, keepdim=True).log_()
     return ((best - peak) / temperature - log_sum).nan_to_num_(nan=-math.inf, neginf=-math.inf).float()
 
 
@@ -245,30 +312,22 @@ def _best_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
     """Return the `count` largest logits of the last dimension, sorted, and where they are.
 
     This is `topk` made fast for a large vocabulary. The `count` largest lie in the `count` blocks with the largest
-    maxima, so only those blocks are sorted, and what is left over after the last whole block. Logit `i` belongs to
-    block `i % _LANES` of its group of `_LANES` blocks: maxima of such blocks are taken many at a time.
+    maxima, themselves found in this way, so only those blocks are sorted, and what is left over after the last whole
+    block. Logit `i` belongs to block `i % blocks`: maxima of such blocks are taken many at a time.
     """
     vocabulary = logits.shape[-1]
-    if vocabulary < max(_SMALL_VOCABULARY, _LANES * count):
+    blocks = vocabulary // _BLOCK
+    if blocks < _FEWEST_BLOCKS * count:
         return logits.topk(count)
-    length = _block_length(vocabulary, count)
-    whole = vocabulary - vocabulary % (_LANES * length)
-    groups = logits[..., :whole].view(*logits.shape[:-1], whole // (_LANES * length), length, _LANES)
-    maxima = groups.amax(dim=-2).flatten(-2)
-    block = maxima.topk(count, sorted=False).indices
-    first = block + block // _LANES * (_LANES * (length - 1))
-    token_ids = (first[..., None] + torch.arange(0, _LANES * length, _LANES, device=logits.device)).flatten(-2)
-    rest = torch.arange(whole, vocabulary, device=logits.device).expand(*logits.shape[:-1], -1)
-    token_ids = torch.cat([token_ids, rest], dim=-1)
-    best, chosen = logits.gather(-1, token_ids).topk(count)
-    return best, token_ids.gather(-1, chosen)
-
-
-def _block_length(vocabulary: int, count: int) -> int:
-    """Return the block length that leaves the fewest numbers to sort: maxima, `count` blocks' logits, and the rest."""
-    ideal = math.isqrt(vocabulary // count)  # without a rest
-    lengths = range(ideal - ideal // 4, ideal + ideal // 4 + 1)
-    return min(lengths, key=lambda length: vocabulary // length + count * length + vocabulary % (_LANES * length))
+    whole = blocks * _BLOCK
+    maxima = logits[..., :whole].unflatten(-1, (_BLOCK, blocks)).amax(dim=-2)
+    _, block = _best_tokens(maxima, count)
+    columns = (block[..., None] + torch.arange(0, whole, blocks, device=logits.device)).flatten(-2)
+    if whole < vocabulary:
+        rest = torch.arange(whole, vocabulary, device=logits.device).expand(*logits.shape[:-1], -1)
+        columns = torch.cat([columns, rest], dim=-1)
+    best, chosen = logits.gather(-1, columns).topk(count)
+    return best, columns.gather(-1, chosen)
 
 
 def _check_tensors(anchor_ids: torch.Tensor, draft_logits: torch.Tensor, token_ids: torch.Tensor | None) -> None:
