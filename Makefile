@@ -11,7 +11,7 @@ TESTED := pyproject.toml constraints.txt
 OFFLINE := HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest lint format docs benchmark clean
+.PHONY: help demo test test-slow test-auto test-oldest lint format docs benchmark clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ test: $(VENV)/.installed-dev  ## The test suite on the newest tested transformer
 
 test-slow: $(VENV)/.installed-dev  ## The full grids of which `make test` takes every eleventh cell
 	$(OFFLINE) $(VENV)/bin/python -m pytest -n auto -m slow $(PYTEST_ARGS)
+
+test-auto: $(VENV)/.installed-dev  ## The exactness tests with automatic tree budgets, under costs that jump from step to step
+	$(OFFLINE) $(VENV)/bin/python -m pytest -n auto -m "exactness and not slow" --auto-budget $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.installed-test  ## The contract and exactness tests on the oldest supported transformers
 	$(OFFLINE) $(OLDEST)/bin/python -m pytest -n auto -m "(contract or exactness) and not slow" $(PYTEST_ARGS)

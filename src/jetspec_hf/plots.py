@@ -185,7 +185,7 @@ def doctor_figure(data: Mapping[str, Any]) -> Figure:
     if data["auto_speedup"] is not None:
         gain.axhline(data["auto_speedup"], color=COLOURS[3], label="measured, auto")
     gain.axhline(1.0, color="black", linewidth=0.8)
-    gain.set(title="gain", xlabel="nodes besides the root", ylabel="tokens per forward, times as fast as plain")
+    gain.set(title="gain", xlabel="nodes besides the root", ylabel="τ, times as fast as plain")
     gain.legend()
     return figure
 

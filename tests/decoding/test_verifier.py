@@ -120,6 +120,33 @@ def test_node_logits_are_right_on_a_cache_that_knows_no_windows(name: str, batch
     check_rounds(Rounds(tiny_target(name, **window), batch, cache="windowless"))
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gemma4_text", "llama4_text"])
+def test_rows_may_drift_far_apart(name: str) -> None:
+    """Past windows and chunks, which are counted in each row's own tokens, and back to equal lengths."""
+    rounds = Rounds(tiny_target(name, **(ARCHITECTURES[name].window or {})), batch=2)
+    ahead, behind = [[0, 1, 4, 6], [0]], [[], [0, 1, 3]]  # a row that stands still is shown nothing
+    with torch.no_grad(), rounds.taps.attached(), rounds.verifier:
+        rounds.verifier.prefill(rounds.prompt)
+        for number, paths in enumerate([ahead] * 12 + [behind] * 12):
+            tree, logits = rounds.verify()
+            if number % 5 == 4:
+                for row, node in ((0, 6), (1, 5)):
+                    expected = rounds.sequential_logits(row, tree.token_ids[row, path_to(node)].tolist())
+                    assert (logits[row, node] - expected).abs().max() < TOLERANCE, (number, row)
+            rounds.commit(tree, paths)
+    assert [len(tokens) - length for tokens, length in zip(rounds.rows, PROMPT_LENGTHS, strict=True)] == [48, 48]
+    mask = left_padded(rounds.rows)[1]
+    step: dict[str, Any] = {CACHE: rounds.verifier.cache}
+    position_ids = mask.sum(1, keepdim=True)
+    mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
+    with torch.no_grad():
+        logits = rounds.target(
+            input_ids=torch.tensor([[5], [5]]), attention_mask=mask, position_ids=position_ids, **step
+        ).logits[:, -1]
+    for row in range(2):
+        assert (logits[row] - rounds.sequential_logits(row, [5])).abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "gemma4_text", "llama4_text"])
 def test_committed_features_are_the_tapped_layers_outputs_of_a_plain_forward(name: str, batch: int) -> None:

@@ -9,10 +9,19 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jetspec_hf.tree import TokenTree, tree_attention_mask, tree_position_ids
+from jetspec_hf.tree.mask import TreeMaskBuffer
 
 
 def sees(
-    tree: TokenTree, prefix: list[bool], row: int, query: int, slot: int, window: int | None, chunk: int | None
+    tree: TokenTree,
+    prefix: list[bool],
+    row: int,
+    query: int,
+    slot: int,
+    window: int | None,
+    chunk: int | None,
+    root: int | None = None,
+    start: int | None = None,
 ) -> bool:
     """Say whether a node sees the key in a cache slot: the reference."""
     parents, depths, cached = tree.parents[row].tolist(), tree.depths[row].tolist(), len(prefix)
@@ -28,17 +37,18 @@ def sees(
             ancestor = parents[ancestor]
         if ancestor == -1:
             return False
-        key_place = cached + depths[slot - cached]
-    query_place = cached + depths[query]
+        key_place = (cached if root is None else root) + depths[slot - cached]
+    query_place = (cached if root is None else root) + depths[query]
     padding = prefix.index(True) if True in prefix else cached
+    padding = padding if start is None else start
     if window is not None and not query_place - key_place < window:
         return False
     return chunk is None or (query_place - padding) // chunk == (key_place - padding) // chunk
 
 
 @settings(deadline=None, max_examples=150)
-@given(data=st.data())
-def test_a_node_sees_exactly_the_keys_of_its_own_path(token_trees: Any, data: st.DataObject) -> None:
+@given(data=st.data(), uneven=st.booleans())
+def test_a_node_sees_exactly_the_keys_of_its_own_path(token_trees: Any, data: st.DataObject, uneven: bool) -> None:
     tree = data.draw(token_trees(), label="tree")
     cached = data.draw(st.integers(0, 9), label="cached slots")
     rows = st.lists(st.booleans(), min_size=cached, max_size=cached)
@@ -48,6 +58,11 @@ def test_a_node_sees_exactly_the_keys_of_its_own_path(token_trees: Any, data: st
     window = data.draw(st.none() | st.integers(1, 12), label="window")
     chunk = data.draw(st.none() | st.integers(1, 12), label="chunk")
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), label="dtype")
+    roots, starts = [None] * tree.batch_size, [None] * tree.batch_size
+    if uneven:  # rows that end before others, and whose text starts where it did before slots were dropped
+        roots = [data.draw(st.integers(0, cached), label="root slot") for _ in prefix]
+        starts = [data.draw(st.integers(-5, root), label="start of the text") for root in roots]
+        prefix = [row[:root] + [False] * (cached - root) for row, root in zip(prefix, roots, strict=True)]
 
     mask = tree_attention_mask(
         tree,
@@ -56,6 +71,8 @@ def test_a_node_sees_exactly_the_keys_of_its_own_path(token_trees: Any, data: st
         kv_offset=kv_offset,
         sliding_window=window,
         chunk_size=chunk,
+        root_slots=torch.tensor(roots) if uneven else None,
+        text_starts=torch.tensor(starts) if uneven else None,
         dtype=dtype,
     )
 
@@ -63,7 +80,7 @@ def test_a_node_sees_exactly_the_keys_of_its_own_path(token_trees: Any, data: st
         [
             [
                 0.0
-                if sees(tree, prefix[row], row, query, kv_offset + column, window, chunk)
+                if sees(tree, prefix[row], row, query, kv_offset + column, window, chunk, roots[row], starts[row])
                 else torch.finfo(dtype).min
                 for column in range(kv_length)
             ]
@@ -158,14 +175,18 @@ def test_masks_do_not_wait_for_the_device(branched: TokenTree, no_host_sync: Any
 
 
 class LargestOutput(TorchDispatchMode):
-    """Remembers the bytes of the largest tensor that an operation returned, views aside."""
+    """Remembers the bytes of the largest storage that an operation returned, or of the largest part it wrote."""
 
-    largest = 0
+    def __init__(self, written: bool = False) -> None:
+        super().__init__()
+        self.largest = 0
+        self.written = written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
-            self.largest = max(self.largest, result.untyped_storage().nbytes())
+            written = 0 if func.is_view else result.numel() * result.element_size()
+            self.largest = max(self.largest, written if self.written else result.untyped_storage().nbytes())
         return result
 
 
@@ -177,6 +198,35 @@ def test_a_mask_is_built_in_no_more_memory_than_the_mask_itself(geometry: dict[s
             tree, torch.ones(2, cached, dtype=torch.bool), kv_length=cached + 65, dtype=torch.float32, **geometry
         )
     assert outputs.largest == mask.numel() * mask.element_size()
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), capacity=st.none() | st.just(40))
+def test_a_buffer_gives_the_masks_of_a_growing_prefix(token_trees: Any, data: st.DataObject, capacity: Any) -> None:
+    buffer = TreeMaskBuffer(torch.float32)
+    batch = data.draw(st.integers(1, 3), label="batch")
+    rows = [[data.draw(st.booleans())] * data.draw(st.integers(0, 3), label="prompt") for _ in range(batch)]
+    for _ in range(data.draw(st.integers(1, 5), label="steps")):
+        tree = data.draw(token_trees(min_batch=batch, max_batch=batch), label="tree")
+        length = max(map(len, rows))
+        prefix_mask = torch.tensor([row + [False] * (length - len(row)) for row in rows]).bool().view(batch, length)
+        kv_length = capacity or length + tree.num_nodes
+        mask = buffer.write(tree, prefix_mask, kv_length=kv_length, settled=min(map(len, rows)))
+        assert torch.equal(mask, tree_attention_mask(tree, prefix_mask, kv_length=kv_length, dtype=torch.float32))
+        for row in rows:  # rows grow by different numbers of tokens
+            row.extend([True] * data.draw(st.integers(0, 4), label="accepted"))
+
+
+def test_a_buffer_writes_no_more_for_a_long_prefix_than_for_a_short_one() -> None:
+    tree, written = TokenTree.chain(torch.arange(9)[None]), []
+    for length in (100, 3000):
+        buffer = TreeMaskBuffer(torch.float32)
+        buffer.write(tree, torch.ones(1, length).bool(), kv_length=length + 9, settled=length)
+        prefix_mask = torch.ones(1, length + 5).bool()
+        with LargestOutput(written=True) as outputs:
+            buffer.write(tree, prefix_mask, kv_length=length + 14, settled=length + 5)
+        written.append(outputs.largest)
+    assert written[0] == written[1]
 
 
 @settings(deadline=None, max_examples=30)
@@ -210,6 +260,8 @@ def test_a_node_stands_as_far_behind_the_anchor_as_its_path_is_long(token_trees:
         ({"sliding_window": 0}, r"`sliding_window` must be at least 1, got 0: pass None"),
         ({"chunk_size": -4}, r"`chunk_size` must be at least 1, got -4: pass None"),
         ({"dtype": torch.int64}, r"`dtype` must be floating, got torch.int64"),
+        ({"root_slots": torch.tensor([1, 2])}, r"`root_slots` must be a torch.LongTensor of shape \(1,\), got"),
+        ({"text_starts": torch.tensor([1.0])}, r"`text_starts` must be a torch.LongTensor .* got torch.float32"),
     ],
 )
 def test_a_geometry_that_does_not_fit_is_refused(branched: TokenTree, changes: dict[str, Any], message: str) -> None:

@@ -130,9 +130,9 @@ class Diagnosis:
             return f"Do not use this head with this target: {self.misfit}"
         steps = best.seconds / self.sizes[0].seconds
         gain = (
-            f"a step of {best.nodes} nodes takes as long as {steps:.2f} plain ones and commits "
-            f"{best.mean_acceptance_length:.2f} tokens: {best.predicted_speedup:.2f} times as fast as plain decoding "
-            f"by that, {best.measured_speedup:.2f} by the clock"
+            f"a step of {best.nodes} {'nodes' if best.nodes > 1 else 'node'} takes as long as {steps:.2f} plain ones "
+            f"and commits {best.mean_acceptance_length:.2f} tokens: {best.predicted_speedup:.2f} times as fast as "
+            f"plain decoding by that, {best.measured_speedup:.2f} by the clock"
         )
         auto = f', {self.auto_speedup:.2f} with `tree_budget="auto"`' if self.auto_speedup is not None else ""
         if self.tree_budget == 0:

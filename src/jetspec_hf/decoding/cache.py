@@ -1,8 +1,8 @@
-"""Commit accepted tree nodes to every kind of cache layer; the only file that touches the inside of a `Cache`.
+"""Keep accepted tree nodes on every kind of cache layer; the only file that touches the inside of a `Cache`.
 
-The tree's nodes stand behind the prefix, one slot each. A commit keeps the slots of the accepted path and drops the
-rest. Rows of a batch may accept different numbers: their slots are then right-aligned again, which keeps the
-left-padding that transformers expects.
+The tree's nodes stand behind the prefix, one column each. A commit moves the accepted nodes to the end of their row and
+drops the rest; nothing else moves, however long the prefix is and however many nodes each row accepts. When decoding
+ends the cache is laid out as plain decoding leaves it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..target import AttentionKind
+from .columns import Columns, OnDevice
 
 _DYNAMIC_LAYERS: tuple[type[CacheLayerMixin], ...] = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 _STATIC_LAYERS: tuple[type[CacheLayerMixin], ...] = (StaticLayer, StaticSlidingWindowLayer)
@@ -41,6 +41,7 @@ if _since("5.23"):  # before, layers that share keys and values had no entry at 
 
 # Per tensor of a layer: the dimension of its slots and that of its rows.
 _SLOT_TENSORS = {"keys": (2, 0), "values": (2, 0), "indexer_keys": (1, 0), "indexer_position_ids": (2, 1)}
+_LEAST_ROOM = 64  # columns that a buffer gets beyond what it holds, or a quarter of that
 
 
 def check_cache(cache: Cache | None) -> None:
@@ -74,20 +75,6 @@ def check_cache(cache: Cache | None) -> None:
             )
 
 
-def start_recording(cache: Cache) -> None:
-    """Makes sliding layers keep what they would evict, until the next commit. To be called after the prefill."""
-    cache.activate_past_recording()
-    for layer in _filled_layers(cache):
-        _crop(layer, 0)  # trims sliding layers to what the next forward needs
-
-
-def stop_recording(cache: Cache) -> None:
-    """Gives sliding layers their ordinary eviction back."""
-    for layer in _filled_layers(cache):
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.record_past = False
-
-
 def cached_length(cache: Cache) -> int:
     """Number of slots the cache holds or has evicted, the same for every row."""
     return int(cache.get_seq_length())  # a static layer returns its live counter tensor
@@ -98,102 +85,211 @@ def is_static(cache: Cache) -> bool:
     return any(isinstance(layer, StaticLayer) for layer in cache.layers)
 
 
-def free_slots(cache: Cache) -> int | None:
-    """Number of slots a static cache still has, `None` if it can grow."""
-    sizes = [
-        layer.max_cache_len - int(layer.get_seq_length())
-        for layer in _filled_layers(cache)
-        if isinstance(layer, StaticLayer)
-    ]
-    return min(sizes) if sizes else None
+def make_room(cache: Cache, slots: int) -> None:
+    """Gives a static cache that `generate` made, and that nothing is in yet, slots for a tree behind the text."""
+    layers: list[Any] = cache.layers
+    if getattr(cache, "_is_user_defined", False) or any(
+        type(layer) is not StaticLayer or layer.is_initialized for layer in layers
+    ):
+        return
+    for layer in layers:
+        layer.max_cache_len += slots
 
 
-def mask_sizes(cache: Cache, kind: AttentionKind, num_nodes: int) -> tuple[int, int]:
-    """Columns of one layer kind's mask, and the slot of the first column, before a forward over `num_nodes` tokens."""
-    length, offset = cache.get_mask_sizes(num_nodes, kind.layer_idx)
-    return int(length), int(offset)
+class DecodingCache:
+    """The target's cache while trees are verified on it.
 
-
-def crop_to(cache: Cache, length: int) -> None:
-    """Takes every slot from `length` on out again; layers that a forward did not reach before it failed have none."""
-    for layer in _filled_layers(cache):
-        _crop(layer, max(int(layer.get_seq_length()) - length, 0))
-
-
-def commit_path(cache: Cache, num_nodes: int, path: torch.Tensor) -> None:
-    """Keeps the same number of nodes in every row; the prefix does not move.
+    A row's slots are its tokens in order, left padding included. Rows may have different numbers of them; all counts
+    are kept on the host, so that nothing here waits for the device.
 
     Args:
-        cache (`Cache`): The cache right after the forward over `num_nodes` tree nodes.
-        num_nodes (`int`): Nodes of the tree, the root included.
-        path (`torch.LongTensor` of shape `(batch, kept)`): Accepted nodes in path order, the root first.
+        cache (`Cache`): The cache after the prefill.
+        prefix_mask (`torch.BoolTensor` of shape `(batch, slots)`): Which slots hold a token, rather than padding.
     """
-    kept = path.shape[1]
-    for layer in _filled_layers(cache):
-        for name, (slot_dim, row_dim) in _SLOT_TENSORS.items():
-            if (tensor := _tensor(layer, name)) is None:
+
+    def __init__(self, cache: Cache, prefix_mask: torch.Tensor) -> None:
+        self.lengths = [prefix_mask.shape[1]] * prefix_mask.shape[0]
+        by_window: dict[tuple[type, int | None], Columns] = {}
+        self._columns: dict[int, Columns] = {}
+        layers: list[Any] = cache.layers  # `check_cache` lets only kinds pass that have `keys`
+        for index, layer in enumerate(layers):
+            if layer.keys is None or layer.keys.numel() == 0:
                 continue
-            first = (
-                int(layer.get_seq_length()) - num_nodes
-                if isinstance(layer, StaticLayer)
-                else tensor.shape[slot_dim] - num_nodes
-            )
-            accepted = _take(tensor, path + first, slot_dim, row_dim)
-            tensor.narrow(slot_dim, first, kept).copy_(accepted)
-        _crop(layer, num_nodes - kept)
+            window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+            columns = by_window.get((type(layer), window))
+            if columns is None:
+                capacity = layer.max_cache_len if isinstance(layer, StaticLayer) else None
+                held = layer.keys.shape[2] if capacity is None else self.length
+                columns = by_window[type(layer), window] = Columns(prefix_mask, held, window, capacity)
+            columns.layers.append(_DecodingLayer(layer, columns, bool(getattr(cache, "offloading", False))))
+            self._columns[index] = columns
+
+    @property
+    def length(self) -> int:
+        """Slots of the longest row."""
+        return max(self.lengths)
+
+    @property
+    def free_slots(self) -> int | None:
+        """Number of slots a static cache still has, `None` if it can grow."""
+        sizes = [columns.capacity for columns in self._distinct_columns() if columns.capacity is not None]
+        return min(sizes) - self.length if sizes else None
+
+    def columns(self, layer_idx: int) -> Columns:
+        """The columns of this layer, and of all others with its window."""
+        return self._columns[layer_idx]
+
+    def commit(self, paths: Sequence[Sequence[int]], padded: torch.Tensor, visible: torch.Tensor) -> None:
+        """Keeps each row's accepted nodes, drops the others.
+
+        Args:
+            paths (`list[list[int]]`): Per row, the accepted nodes in path order, the root first; empty for a row that
+                stands still.
+            padded (`torch.LongTensor` of shape `(batch, longest)`): The same, with anything behind shorter paths.
+            visible (`torch.BoolTensor` of shape `(batch, longest)`): Which of them are nodes of the row's path.
+        """
+        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
+        for columns in self._distinct_columns():
+            columns.commit(paths, padded, visible)
+        self.rollback()
+
+    def rollback(self) -> None:
+        """Forgets what was fed since the last commit, also after a forward that did not reach every layer."""
+        for columns in self._distinct_columns():
+            for layer in columns.layers:
+                layer.show(self.length)
+
+    def close(self) -> None:
+        """Gives every layer the form in which plain decoding leaves it, and its own behaviour back.
+
+        Rows of different lengths are aligned to the right: what the shorter ones lack is left padding.
+        """
+        for columns in self._distinct_columns():
+            columns.close(self.length)
+
+    def _distinct_columns(self) -> list[Columns]:
+        return list(dict.fromkeys(self._columns.values()))
 
 
-def commit_ragged(cache: Cache, num_nodes: int, paths: Sequence[Sequence[int]], lags: Sequence[int]) -> list[int]:
-    """Keeps another number of nodes in every row and right-aligns the rows again.
+class _DecodingLayer:
+    """A layer of the cache while decoding.
+
+    A dynamic layer concatenates its whole context at every forward. Meanwhile it is lent buffers with room behind what
+    they hold, and its tensors are views of them. Where tensors move between devices, as those of an offloaded cache do,
+    they stay its own.
 
     Args:
-        cache (`Cache`): The cache right after the forward over `num_nodes` tree nodes.
-        num_nodes (`int`): Nodes of the tree, the root included.
-        paths (`list[list[int]]`): Per row, the accepted nodes in path order, the root first; empty for a row that
-            stands still.
-        lags (`list[int]`): Per row, the empty slots on its left that earlier ragged commits left.
-
-    Returns:
-        `list[int]`: The new lags; the row that is furthest has 0.
+        layer (`CacheLayerMixin`): The layer, after the prefill.
+        columns (`Columns`): Where its slots stand.
+        offloaded (`bool`): Whether its tensors move between devices.
     """
-    prefix = cached_length(cache) - num_nodes
-    lengths = [prefix - lag + len(path) for lag, path in zip(lags, paths, strict=True)]
-    new_prefix = max(lengths)
-    for layer in _filled_layers(cache):
-        keys = layer.keys
-        first = prefix if isinstance(layer, StaticLayer) else keys.shape[2] - num_nodes
-        size = min(new_prefix, layer.sliding_window - 1) if isinstance(layer, DynamicSlidingWindowLayer) else new_prefix
-        sources = ragged_sources(prefix, new_prefix, paths)[:, new_prefix - size :] - (prefix - first)
-        sources = sources.clamp_(min=0).to(keys.device)
-        for name, (slot_dim, row_dim) in _SLOT_TENSORS.items():
-            if (tensor := _tensor(layer, name)) is not None:
-                taken = _take(tensor, sources, slot_dim, row_dim)
-                if isinstance(layer, StaticLayer):
-                    tensor.narrow(slot_dim, 0, size).copy_(taken)
-                else:
-                    setattr(layer, name, taken)
-        _set_length(layer, new_prefix)
-    return [new_prefix - length for length in lengths]
 
+    def __init__(self, layer: Any, columns: Columns, offloaded: bool) -> None:
+        self._layer = layer
+        self._columns = columns
+        self._offloaded = offloaded
+        self._static = isinstance(layer, StaticLayer)
+        self._sliding = isinstance(layer, DynamicSlidingWindowLayer)
+        self._names = [name for name in _SLOT_TENSORS if _tensor(layer, name) is not None]
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._first = 0  # the column with which the layer's own tensors begin
+        if not self._static:
+            layer.update = self._update
+            if "indexer_keys" in self._names:
+                layer.update_indexer = self._update_indexer
 
-def ragged_sources(prefix: int, new_prefix: int, paths: Sequence[Sequence[int]]) -> torch.Tensor:
-    """For every slot after a ragged commit, the slot before it that moves there.
+    def _update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a forward calls instead of the layer's own `update`; a sliding layer gives all that any row sees."""
+        if self._sliding:
+            self._layer.cumulative_length += key_states.shape[2]
+        return self._append("keys", key_states), self._append("values", value_states)
 
-    Args:
-        prefix (`int`): Slots before the tree.
-        new_prefix (`int`): Slots after the commit.
-        paths (`list[list[int]]`): Per row, the kept nodes.
+    def _update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        return self._append("indexer_keys", indexer_key_states)
 
-    Returns:
-        `torch.LongTensor` of shape `(batch, new_prefix)`: On the CPU; negative where a row has nothing to put.
-    """
-    slots = torch.arange(new_prefix)
-    rows = []
-    for path in paths:
-        source = slots + (prefix + len(path) - new_prefix)
-        source[new_prefix - len(path) :] = prefix + torch.tensor(path, dtype=torch.long)
-        rows.append(source)
-    return torch.stack(rows)
+    def _append(self, name: str, states: torch.Tensor) -> torch.Tensor:
+        slot_dim, _ = _SLOT_TENSORS[name]
+        held: torch.Tensor = getattr(self._layer, name)
+        if self._offloaded:
+            whole = torch.cat([held, states], dim=slot_dim)
+        else:
+            start, end, new = self._columns.start, self._columns.end, states.shape[slot_dim]
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape[slot_dim] < end + new:
+                buffer = self._buffers[name] = _with_room(held, slot_dim, self._first, end + new)
+            buffer.narrow(slot_dim, end, new).copy_(states)
+            whole = buffer.narrow(slot_dim, start, end + new - start)
+        setattr(self._layer, name, whole)
+        return whole
+
+    def move(self, sources: OnDevice, targets: OnDevice | None, count: int) -> None:
+        """Copies `count` columns of each row to others."""
+        for _, tensor, first, slot_dim, row_dim in self._tensors():
+            taken = _take(tensor, sources(tensor.device) - first, slot_dim, row_dim)
+            if targets is None:
+                tensor.narrow(slot_dim, self._columns.end - first, count).copy_(taken)
+            else:
+                index = _index(tensor, targets(tensor.device) - first, slot_dim, row_dim)
+                tensor.scatter_(slot_dim, index, taken)
+
+    def keep(self, sources: OnDevice) -> None:
+        """Keeps these columns of each row alone."""
+        for name, tensor, first, slot_dim, row_dim in self._tensors():
+            taken = _take(tensor, sources(tensor.device) - first, slot_dim, row_dim)
+            if name in self._buffers:
+                self._buffers[name] = _with_room(taken, slot_dim, 0, taken.shape[slot_dim])
+            else:
+                setattr(self._layer, name, taken)
+        self._first = 0
+
+    def show(self, length: int) -> None:
+        """Makes the layer hold the committed columns, and count `length` slots."""
+        start, end = self._columns.start, self._columns.end
+        if not self._static:
+            for name, tensor, first, slot_dim, _ in self._tensors():
+                setattr(self._layer, name, tensor.narrow(slot_dim, start - first, end - start))
+            self._first = start
+        self._count(length)
+
+    def close(self, size: int, sources: torch.Tensor | None, length: int) -> None:
+        """Leaves the last `size` columns, or these of each row, in tensors of the layer's own."""
+        for name, tensor, first, slot_dim, row_dim in self._tensors():
+            if sources is not None:
+                kept = _take(tensor, (sources.to(tensor.device) - first).clamp_(min=0), slot_dim, row_dim)
+            elif self._static:
+                continue
+            else:
+                kept = tensor.narrow(slot_dim, self._columns.end - size - first, size)
+                kept = kept.clone() if name in self._buffers else kept
+            if self._static:
+                tensor.narrow(slot_dim, 0, size).copy_(kept)
+            else:
+                setattr(self._layer, name, kept)
+        self._buffers.clear()
+        self._count(length)
+        for name in ("update", "update_indexer"):
+            vars(self._layer).pop(name, None)
+        if self._sliding:
+            self._layer.record_past = False
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor, int, int, int]]:
+        """Each tensor with its name, the column with which it begins, and the dimensions of its slots and rows."""
+        return [
+            (name, self._buffers[name], 0, *_SLOT_TENSORS[name])
+            if name in self._buffers
+            else (name, getattr(self._layer, name), self._first, *_SLOT_TENSORS[name])
+            for name in self._names
+        ]
+
+    def _count(self, length: int) -> None:
+        if self._static:
+            self._layer.cumulative_length.fill_(length)  # its address is fixed
+            if isinstance(self._layer, StaticSlidingWindowLayer):
+                self._layer.cumulative_length_int = length
+        elif self._sliding:
+            self._layer.cumulative_length = length
 
 
 def _may_overwrite(layer: StaticSlidingWindowLayer, cache: Cache) -> bool:
@@ -201,11 +297,6 @@ def _may_overwrite(layer: StaticSlidingWindowLayer, cache: Cache) -> bool:
     if _since("5.24"):
         return not layer.is_croppable
     return layer.max_cache_len not in [other.max_cache_len for other in cache.layers if type(other) is StaticLayer]
-
-
-def _filled_layers(cache: Cache) -> list[Any]:
-    layers: list[Any] = cache.layers  # `check_cache` lets only kinds pass that have `keys`
-    return [layer for layer in layers if layer.keys is not None and layer.keys.numel() > 0]
 
 
 def _tensor(layer: Any, name: str) -> torch.Tensor | None:
@@ -216,27 +307,24 @@ def _tensor(layer: Any, name: str) -> torch.Tensor | None:
     return tensor
 
 
-def _take(tensor: torch.Tensor, slots: torch.Tensor, slot_dim: int, row_dim: int) -> torch.Tensor:
-    """Gathers `slots` of shape `(rows, kept)` along the slot dimension."""
+def _index(tensor: torch.Tensor, slots: torch.Tensor, slot_dim: int, row_dim: int) -> torch.Tensor:
+    """`slots` of shape `(rows, count)` as an index of all other dimensions too."""
     shape = [1] * tensor.dim()
     shape[row_dim], shape[slot_dim] = slots.shape
     target = list(tensor.shape)
     target[slot_dim] = slots.shape[1]
-    return tensor.gather(slot_dim, slots.to(tensor.device).view(shape).expand(target))
+    return slots.view(shape).expand(target)
 
 
-def _crop(layer: Any, count: int) -> None:
-    """Drops the last `count` slots; static layers have no `crop` before transformers 5.24."""
-    if isinstance(layer, StaticLayer):
-        _set_length(layer, int(layer.get_seq_length()) - count)
-    else:
-        layer.crop(-count)
+def _take(tensor: torch.Tensor, slots: torch.Tensor, slot_dim: int, row_dim: int) -> torch.Tensor:
+    """Gathers `slots` of shape `(rows, count)` along the slot dimension."""
+    return tensor.gather(slot_dim, _index(tensor, slots, slot_dim, row_dim))
 
 
-def _set_length(layer: Any, length: int) -> None:
-    if isinstance(layer, StaticLayer):
-        layer.cumulative_length.fill_(length)
-        if isinstance(layer, StaticSlidingWindowLayer):
-            layer.cumulative_length_int = length
-    elif isinstance(layer, DynamicSlidingWindowLayer):
-        layer.cumulative_length = length
+def _with_room(held: torch.Tensor, slot_dim: int, first: int, needed: int) -> torch.Tensor:
+    """A buffer with `held` from column `first` on, for `needed` columns and some more."""
+    shape = list(held.shape)
+    shape[slot_dim] = needed + max(_LEAST_ROOM, needed // 4)
+    buffer = held.new_empty(shape)
+    buffer.narrow(slot_dim, first, held.shape[slot_dim]).copy_(held)
+    return buffer

@@ -18,6 +18,7 @@ from .cache import CACHE_NAME, is_static
 from .drafter import Drafter, DraftingKnobs
 from .output import AcceptanceStats, HiddenStates, JetSpecGenerateOutput
 from .self_test import signature
+from .step_costs import STATIC_LADDER
 from .taps import FeatureTaps
 from .verifier import Verifier
 from .writer import TokenWriter
@@ -63,6 +64,7 @@ def tree_decoding(
     lockstep = is_static(verifier.cache)  # it has no slots to spare for rows that are ahead of others
     writer = TokenWriter(input_ids, logits_processor, stopping_criteria, generation_config, streamer, lockstep)
     budget = _make_budget(knobs, head, target, writer, is_static(verifier.cache))
+    verifier.fix_shapes(STATIC_LADDER if knobs.tree_budget == "auto" else [knobs.tree_budget])
     stats = head.last_acceptance = AcceptanceStats.of_batch(writer.batch_size)
     hidden_states = HiddenStates(generation_config)
 

@@ -20,6 +20,8 @@ STATIC_LADDER = (0, 8, 32, 128)
 DRAFT_PRIOR = 0.2
 NODE_PRIOR = 0.03
 
+_CLOCK = 1e-9  # seconds; a step that took none by the clock must not be divided by
+
 
 class CostModel(Protocol):
     """What the choice of a budget asks; seconds, or any other unit that is the same throughout."""
@@ -134,6 +136,7 @@ class LearnedCosts:
             seconds (`float`): Time on the clock.
         """
         self.steps += 1
+        seconds = max(seconds, _CLOCK)
         if nodes not in self.first_seconds:
             self.first_seconds[nodes] = seconds
             return

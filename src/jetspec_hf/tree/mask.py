@@ -17,14 +17,16 @@ def tree_attention_mask(
     kv_offset: int = 0,
     sliding_window: int | None = None,
     chunk_size: int | None = None,
+    root_slots: torch.Tensor | None = None,
+    text_starts: torch.Tensor | None = None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return the additive mask under which one forward treats every node of the tree as the end of its own path.
 
     Keys stand in cache slots: the `P` cached tokens in slots `0..P-1`, the nodes of the tree in slots `P..P+nodes-1`,
     and nothing yet in later slots. Column `c` of the mask is slot `kv_offset + c`. A node sees the real tokens of the
-    prefix, its ancestors and itself. Distances count a node at depth `d` as standing at slot `P + d`, where it would
-    stand if its path were the whole continuation.
+    prefix, its ancestors and itself. Distances count a node at depth `d` as standing `d` slots behind its root, where
+    it would stand if its path were the whole continuation.
 
     Args:
         tree ([`TokenTree`]):
@@ -39,7 +41,12 @@ def tree_attention_mask(
             For a sliding layer: a key is seen only if it stands less than this many slots before the node.
         chunk_size (`int`, *optional*):
             For a chunked layer: a key is seen only if it falls into the node's chunk of this many tokens, counted from
-            the end of the row's left padding.
+            the start of the row's text.
+        root_slots (`torch.LongTensor` of shape `(batch,)`, *optional*):
+            The slot at which distances count each row's root, by default `P`. It is smaller in a row with fewer slots
+            than others, whose `prefix_mask` is `False` from there on.
+        text_starts (`torch.LongTensor` of shape `(batch,)`, *optional*):
+            The slot at which each row's text starts, by default that of its first real token.
         dtype (`torch.dtype`):
             The floating dtype of the mask, which must be the target's.
 
@@ -49,10 +56,13 @@ def tree_attention_mask(
 
     Raises:
         ValueError: `prefix_mask` is not a `torch.BoolTensor` of shape `(batch, P)`, the columns do not cover all of the
-            tree, `kv_offset` is negative or behind the prefix, `sliding_window` or `chunk_size` is below 1, or `dtype`
-            is not floating.
+            tree, `kv_offset` is negative or behind the prefix, `sliding_window` or `chunk_size` is below 1,
+            `root_slots` or `text_starts` is not a `torch.LongTensor` of shape `(batch,)`, or `dtype` is not floating.
     """
     _check(tree, prefix_mask, kv_length, kv_offset, sliding_window, chunk_size, dtype)
+    for name, slots in (("root_slots", root_slots), ("text_starts", text_starts)):
+        if slots is not None:
+            _check_per_row(tree, name, slots)
     prefix_length = prefix_mask.shape[1]
     tree_start = prefix_length - kv_offset
     tree_end = tree_start + tree.num_nodes
@@ -60,9 +70,12 @@ def tree_attention_mask(
     seen_prefix = prefix_mask[:, None, kv_offset:]
     seen_nodes = tree.ancestors()
     if sliding_window is not None or chunk_size is not None:
-        earliest = _earliest_slots(tree, prefix_mask, sliding_window, chunk_size)[:, :, None]
+        slots = (prefix_length if root_slots is None else root_slots[:, None]) + tree.depths
+        if chunk_size is not None and text_starts is None:
+            text_starts = (prefix_mask.cumsum(dim=1, dtype=torch.int32) == 0).sum(dim=1)
+        earliest = _earliest_slots(slots, sliding_window, chunk_size, text_starts)[:, :, None]
         seen_prefix = seen_prefix & (torch.arange(kv_offset, prefix_length, device=tree.device) >= earliest)
-        seen_nodes = seen_nodes & (prefix_length + tree.depths[:, None, :] >= earliest)
+        seen_nodes = seen_nodes & (slots[:, None, :] >= earliest)
 
     lowest = torch.finfo(dtype).min
     mask = torch.full((tree.batch_size, 1, tree.num_nodes, kv_length), lowest, dtype=dtype, device=tree.device)
@@ -86,35 +99,84 @@ def tree_position_ids(tree: TokenTree, anchor_positions: torch.Tensor) -> torch.
     Raises:
         ValueError: `anchor_positions` is not a `torch.LongTensor` of shape `(batch,)`.
     """
-    if anchor_positions.shape != (tree.batch_size,) or anchor_positions.dtype != torch.int64:
-        raise ValueError(
-            f"`anchor_positions` must be a torch.LongTensor of shape ({tree.batch_size},), got "
-            f"{anchor_positions.dtype} of shape {tuple(anchor_positions.shape)}: pass one position for each row."
-        )
+    _check_per_row(tree, "anchor_positions", anchor_positions)
     return anchor_positions[:, None] + tree.depths
 
 
+class TreeMaskBuffer:
+    """Masks of layers that see the whole prefix, in one buffer: a step writes the columns that it changes.
+
+    Args:
+        dtype (`torch.dtype`):
+            The floating dtype of the masks, which must be the target's.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._buffer = torch.empty(0, 0, 0, 0, dtype=dtype)
+        self._settled = 0
+        self._end = 0
+
+    def write(self, tree: TokenTree, prefix_mask: torch.Tensor, *, kv_length: int, settled: int) -> torch.Tensor:
+        """Return what [`tree_attention_mask`] returns without a window, valid until the next call.
+
+        Args:
+            tree ([`TokenTree`]):
+                The trees about to be verified.
+            prefix_mask (`torch.BoolTensor` of shape `(batch, P)`):
+                Whether each of the `P` slots before the tree holds a real token of its row.
+            kv_length (`int`):
+                The number of columns: the keys that the layer will attend to.
+            settled (`int`):
+                The number of slots at the front for which `prefix_mask` will never change again.
+
+        Returns:
+            `torch.FloatTensor` of shape `(batch, 1, nodes, kv_length)`: A view of the buffer.
+        """
+        _check(tree, prefix_mask, kv_length, 0, None, None, self._dtype)
+        tree_start, tree_end = prefix_mask.shape[1], prefix_mask.shape[1] + tree.num_nodes
+        rows, columns = self._buffer.shape[2:]
+        if rows < tree.num_nodes or columns < kv_length or self._buffer.device != tree.device:
+            # a static cache needs no room, and keeps its one shape and strides
+            columns = kv_length if kv_length > tree_end else kv_length + max(64, kv_length // 4)
+            shape = (tree.batch_size, 1, max(rows, tree.num_nodes), columns)
+            self._buffer = torch.full(shape, torch.finfo(self._dtype).min, dtype=self._dtype, device=tree.device)
+            self._settled = self._end = 0
+        mask = self._buffer[:, 0]
+        mask[:, :, self._settled : tree_start] = _additive(prefix_mask[:, None, self._settled :], self._dtype)
+        mask[:, : tree.num_nodes, tree_start:tree_end] = _additive(tree.ancestors(), self._dtype)
+        mask[:, : tree.num_nodes, tree_end : min(self._end, kv_length)] = torch.finfo(self._dtype).min
+        self._settled, self._end = settled, max(self._end, tree_end)
+        return self._buffer[:, :, : tree.num_nodes, :kv_length]
+
+
 def _earliest_slots(
-    tree: TokenTree, prefix_mask: torch.Tensor, sliding_window: int | None, chunk_size: int | None
+    slots: torch.Tensor, sliding_window: int | None, chunk_size: int | None, text_starts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the first slot that each node may see, of shape `(batch, nodes)`.
+    """Return the first slot that nodes at these slots may see, of shape `(batch, nodes)`.
 
     One bound serves both kinds of layer, because what a node sees never stands after it: the start of its window, or of
     its chunk.
     """
-    slots = prefix_mask.shape[1] + tree.depths
     earliest = torch.zeros_like(slots)
     if sliding_window is not None:
         earliest = torch.maximum(earliest, slots - sliding_window + 1)
-    if chunk_size is not None:
-        padding = (prefix_mask.cumsum(dim=1, dtype=torch.int32) == 0).sum(dim=1, keepdim=True)
-        earliest = torch.maximum(earliest, slots - (slots - padding) % chunk_size)
+    if chunk_size is not None and text_starts is not None:
+        earliest = torch.maximum(earliest, slots - (slots - text_starts[:, None]) % chunk_size)
     return earliest
 
 
 def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return 0 where `seen`, else the lowest finite value of `dtype`."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def _check_per_row(tree: TokenTree, name: str, values: torch.Tensor) -> None:
+    if values.shape != (tree.batch_size,) or values.dtype != torch.int64:
+        raise ValueError(
+            f"`{name}` must be a torch.LongTensor of shape ({tree.batch_size},), got {values.dtype} of shape "
+            f"{tuple(values.shape)}: pass one for each row."
+        )
 
 
 def _check(
