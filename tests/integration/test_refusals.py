@@ -443,6 +443,7 @@ class TestThreads:
 
         for head in made:
             head.drafts = {}
+            head.generation_config.tree_budget = 16  # an automatic one drafts by what another generation taught it
         alone = [generate(index) for index in range(2)]
         for _ in range(4):
             together = self.run_together(lambda: generate(0), lambda: generate(1))
