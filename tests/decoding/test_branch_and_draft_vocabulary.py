@@ -89,6 +89,7 @@ def test_the_same_seed_samples_the_tokens_of_plain_decoding(fields: dict[str, An
 
 
 @pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.fixed_budget
 def test_a_right_chain_is_accepted_up_to_the_first_token_that_cannot_be_drafted(batch: int) -> None:
     reference = known(batch)
     head = oracle(TARGET, draft_token_ids=DRAFTED).know(reference.texts).draft_with(**CHAIN)
@@ -102,6 +103,7 @@ def test_a_right_chain_is_accepted_up_to_the_first_token_that_cannot_be_drafted(
         assert head.last_acceptance.accepted_lengths[row][: len(expected)] == expected
 
 
+@pytest.mark.fixed_budget
 def test_only_drafted_tokens_stand_in_a_tree() -> None:
     reference = known(3)
     head = oracle(TARGET, draft_token_ids=DRAFTED, branch_rank=4).know(reference.texts).draft_with(**WIDE)
@@ -147,6 +149,7 @@ def test_a_conversation_goes_on_from_a_returned_cache(fields: dict[str, Any]) ->
     assert torch.equal(second, reference.first(2 * NEW_TOKENS))
 
 
+@pytest.mark.fixed_budget
 def test_a_branch_term_decides_which_children_a_node_has() -> None:
     """The oracle's logits rank the right token second or third; a branch term that knows the text puts it first."""
     reference = known(1)

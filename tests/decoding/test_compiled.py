@@ -59,6 +59,7 @@ def oracle(target: PreTrainedModel, reference: Reference, accuracy: float, **fie
 
 
 @pytest.mark.parametrize(("accuracy", "batch"), [(1.0, 1), (0.6, 3)])
+@pytest.mark.fixed_budget
 def test_one_graph_serves_every_step_to_the_last(
     deep_target: PreTrainedModel, compiler: CountingCompiler, accuracy: float, batch: int
 ) -> None:

@@ -76,6 +76,7 @@ def test_tokens_equal_plain_generate(case: Case) -> None:
     check_cells(case, GRID[case.number % STRIDE :: STRIDE])
 
 
+@pytest.mark.fixed_budget
 def test_right_drafts_are_accepted_in_full(case: Case) -> None:
     for shape, batch in (("binary", 1), ("chain", 3)):
         reference = case.reference(*PROMPT_LENGTHS[batch])

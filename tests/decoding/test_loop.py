@@ -280,6 +280,7 @@ def test_an_error_inside_the_heads_forward_leaves_no_half_drafted_block(
     assert torch.equal(output.sequences, reference.sequences)
 
 
+@pytest.mark.fixed_budget
 def test_without_drafting_no_features_are_kept(target: PreTrainedModel, head: OracleHead) -> None:
     reference = greedy_reference(target, (9,), 10)
     output = target.generate(

@@ -330,6 +330,7 @@ class TestStaticCache:
         assert torch.equal(decoded, reference.first(new_tokens))
 
     @batches
+    @pytest.mark.fixed_budget
     def test_one_with_room_to_spare_is_used_and_returned(self, target: PreTrainedModel, batch: int) -> None:
         reference = greedy_reference(target, PROMPT_LENGTHS[batch], NEW_TOKENS)
         cache = StaticCache(config=target.config, max_cache_len=64)
@@ -388,6 +389,7 @@ def test_an_untrained_head_may_start_from_anything(name: str, batch: int) -> Non
         assert torch.equal(decoded, reference.sequences[:, -decoded.shape[1] :]), list(settings)
 
 
+@pytest.mark.fixed_budget
 class TestAcceptance:
     """Statistics are those that can be worked out by hand from what was drafted."""
 

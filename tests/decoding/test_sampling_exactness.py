@@ -156,7 +156,7 @@ def test_the_same_seed_gives_the_tokens_of_plain_sampling(
         head.know(reference.texts, accuracy=accuracy, runner_up_rate=0.3)
         torch.manual_seed(seed)
         assert torch.equal(decode(target, head, reference, do_sample=True, **options()), reference.sequences)
-        if accuracy == 1.0:
+        if accuracy == 1.0 and head.generation_config.tree_budget != "auto":
             assert head.last_acceptance.mean_acceptance_length > 2
 
 
