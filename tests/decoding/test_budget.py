@@ -73,32 +73,41 @@ class TestCalibration:
 
 class TestChoice:
     def test_free_nodes_are_all_verified(self) -> None:
-        decision = step(AutoBudget(FREE, Calibration()), tree([0.9, 0.8, 0.7, 0.6, 0.5]), [1])
+        decision = step(AutoBudget(Experience(FREE)), tree([0.9, 0.8, 0.7, 0.6, 0.5]), [1])
         assert (decision.tree_budget, decision.reason) == (5, BEST)
         assert decision.expected_tokens == pytest.approx(4.5)
         assert decision.expected_speedup == pytest.approx(4.5 / 1.1, rel=1e-3)
 
     def test_no_node_is_verified_that_costs_more_than_it_brings(self) -> None:
-        decision = step(AutoBudget(DEAR, Calibration()), tree([0.9, 0.8]), [1, 2])
+        decision = step(AutoBudget(Experience(DEAR)), tree([0.9, 0.8]), [1, 2])
         assert (decision.tree_budget, decision.reason) == (0, PLAIN)
 
     def test_the_choice_is_the_best_of_all_sizes(self) -> None:
         # each node costs 0.2 plain steps: worth it while its chance is above that, at the rate of plain decoding
         costs = StepCosts(0.0, {0: 1.0, 10: 3.0})
-        decision = step(AutoBudget(costs, Calibration()), tree([0.5, 0.3, 0.15, 0.1], [1, 1, 1, 1]), [1])
+        decision = step(AutoBudget(Experience(costs)), tree([0.5, 0.3, 0.15, 0.1], [1, 1, 1, 1]), [1])
         assert decision.tree_budget == 2
 
     def test_while_drafting_does_not_pay_it_pauses_longer_and_longer(self) -> None:
-        budget, hopeless = AutoBudget(DEAR, Calibration()), tree([0.5])
+        budget, hopeless = AutoBudget(Experience(DEAR)), tree([0.5])
         reasons = [step(budget, hopeless, []).reason for _ in range(300)]
         drafts = [index for index, reason in enumerate(reasons) if reason != PAUSED]
         pauses = [later - earlier - 1 for earlier, later in pairwise(drafts)]
-        assert pauses[:5] == [4, 8, 16, 32, 64]
+        # a draft costs a tenth of a plain step, so that 7 steps are the fewest over which it costs 1.5 %
+        assert pauses[:5] == [7, 8, 16, 32, 64]
         assert set(pauses[5:]) == {64}
+
+    def test_a_dear_draft_that_failed_waits_for_long_also_in_the_next_generation(self) -> None:
+        known, hopeless = Experience(StepCosts(3.0, {0: 1.0, 1: 3.0})), tree([0.5])
+        assert step(AutoBudget(known), hopeless, []).reason == PLAIN
+        assert known.paused == 200
+        reasons = [step(AutoBudget(known), hopeless, []).reason for _ in range(200)]
+        assert set(reasons) == {PAUSED}
+        assert step(AutoBudget(known), hopeless, []).reason == PLAIN
 
     def test_a_text_that_gets_easy_ends_the_pauses(self) -> None:
         costs = StepCosts(0.1, {0: 1.0, 10: 2.0})
-        budget, hard, easy = AutoBudget(costs, Calibration()), tree([1e-4]), tree([0.9, 0.8, 0.7])
+        budget, hard, easy = AutoBudget(Experience(costs)), tree([1e-4]), tree([0.9, 0.8, 0.7])
         for _ in range(20):
             step(budget, hard, [])
         reasons = [step(budget, easy, [1, 2, 3]).reason for _ in range(40)]
@@ -107,13 +116,13 @@ class TestChoice:
 
     def test_a_head_that_promises_too_much_is_found_out(self) -> None:
         costs = StepCosts(0.1, {0: 1.0, 1: 1.3})
-        budget, boasting = AutoBudget(costs, Calibration()), tree([0.99])
+        budget, boasting = AutoBudget(Experience(costs)), tree([0.99])
         decisions = [step(budget, boasting, []) for _ in range(200)]
         assert decisions[0].tree_budget == 1
         assert sum(decision.tree_budget for decision in decisions[100:]) <= 4  # it gets another chance now and then
 
     def test_a_static_cache_limits_the_tree(self) -> None:
-        budget = AutoBudget(FREE, Calibration(), static=True)
+        budget = AutoBudget(Experience(FREE), static=True)
         assert budget.before_draft(None).tree_budget == 128
         assert budget.before_draft(20).tree_budget == 8
 
@@ -128,7 +137,7 @@ class TestLearning:
         steps: int, per_node: float, probabilities: list[float], accepted: list[int], first_node: float = 0.0
     ) -> list[Any]:
         """Decisions on a machine whose plain step takes 1 s; the first step of each size takes three times as long."""
-        budget, drafted, seen = AutoBudget(LearnedCosts(), Calibration()), tree(probabilities), set()
+        budget, drafted, seen = AutoBudget(Experience(LearnedCosts())), tree(probabilities), set()
         decisions = []
         for _ in range(steps):
             decision = budget.before_draft(None)

@@ -48,6 +48,7 @@ def test_a_table_survives_json() -> None:
         ({"draft": 0.1, "verify": {"0": 1.0, "-1": 1.0}}, r"got \[-1, 0\]"),
         ({"draft": 0.1, "verify": {"0": 0}}, r"seconds above 0, got 0 for verify\[0\]"),
         ({"draft": float("nan"), "verify": {"0": 1.0}}, r"got nan for draft"),
+        ({"draft": 10**400, "verify": {"0": 1.0}}, r"`step_costs` must hold seconds"),
         ({"draft": "0.1", "verify": {"0": 1.0}}, r"got '0.1' for draft"),
         ({"draft": 0.1, "verify": {"0": True}}, r"got True for verify\[0\]"),
     ],

@@ -6,6 +6,7 @@ the choice is `argmax_n 1 + E(n) - r t_verify(n)`. The draft is paid for by then
 before: while drafting does not beat plain decoding, it pauses, and tries again later. See docs/how_it_works.md.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ PAUSED, MEASURING, NOTHING = "paused", "measuring a plain step", "nothing can be
 _VERIFY_PHASES = ("verify", "accept", "commit")  # of a step, draft and build aside
 _FIRST = 4  # nodes of the first tree on a machine of which nothing is known
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 4, 64
+_IN_VAIN = 0.015  # share of the time that drafts may take while they do not pay
 _STALE = 256  # steps after which a close call measures the plain step again
 _CLOSE = 1.3  # advantage over plain decoding below which a call is close
 _MARGIN = 1.03  # advantage that drafting must promise, for promises are uncertain
@@ -113,26 +115,33 @@ class FixedBudget:
 
 @dataclass
 class Experience:
-    """What a head has learned with one kind of target and batch; kept on the head between generations."""
+    """What a head has learned with one kind of target and batch; kept on the head between generations.
 
-    costs: LearnedCosts = field(default_factory=LearnedCosts)
+    Args:
+        costs (`CostModel`): A table, or what is learned from the steps.
+        calibration (`Calibration`): How far the head's probabilities can be believed.
+        paused (`int`): Steps until the next draft.
+    """
+
+    costs: CostModel = field(default_factory=LearnedCosts)
     calibration: Calibration = field(default_factory=Calibration)
+    paused: int = 0
 
 
 class AutoBudget:
     """The number of nodes that pays most, step by step.
 
     Args:
-        costs (`CostModel`): A table, or what is learned from the steps.
-        calibration (`Calibration`): How far the head's probabilities can be believed; learned from the steps.
+        experience (`Experience`): What is known, and is learned from here on.
         static (`bool`, defaults to `False`): Whether few sizes are better, since each may be compiled.
     """
 
-    def __init__(self, costs: CostModel, calibration: Calibration, static: bool = False) -> None:
-        self._costs = costs
-        self._calibration = calibration
+    def __init__(self, experience: Experience, static: bool = False) -> None:
+        self._experience = experience
+        self._costs = experience.costs
+        self._calibration = experience.calibration
         self._ladder = STATIC_LADDER if static else LADDER
-        self._paused = 0  # steps until the next draft
+        experience.paused = min(experience.paused, self._shortest_pause())  # a new text may be easier
         self._pause = _SHORTEST_PAUSE
         self._tokens = self._cost = 0.0  # of drafted steps lately: tokens, and the cost in plain steps
         self._tree: list[list[float]] | None = None  # log-probabilities of the tree just built
@@ -151,8 +160,8 @@ class AutoBudget:
 
     def _before_draft(self, limit: int | None) -> BudgetDecision:
         plain = self._costs.verify(0)
-        if self._paused > 0:
-            self._paused -= 1
+        if self._experience.paused > 0:
+            self._experience.paused -= 1
             return BudgetDecision(0, PAUSED, 1.0, plain, plain)
         if isinstance(self._costs, LearnedCosts) and self._plain_is_unknown(self._costs):
             return BudgetDecision(0, MEASURING, 1.0, plain, plain)
@@ -202,7 +211,12 @@ class AutoBudget:
         if self._speedup() >= _MARGIN:
             self._pause = _SHORTEST_PAUSE
         else:
-            self._paused, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+            self._experience.paused = max(self._pause, self._shortest_pause())
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _shortest_pause(self) -> int:
+        """Steps over which a draft in vain costs little."""
+        return math.ceil(self._costs.draft / (_IN_VAIN * self._costs.verify(0)))
 
     def learn(self, paths: Sequence[Sequence[int]], rows: Sequence[int], seconds: dict[str, float]) -> None:
         """See [`TreeBudget`]."""
@@ -232,7 +246,5 @@ def make_budget(
     if tree_budget != "auto":
         return FixedBudget(tree_budget)
     if step_costs is not None:
-        return AutoBudget(step_costs, Calibration(), static)
-    if experience is None:
-        return AutoBudget(PRIOR_COSTS, Calibration(), static)
-    return AutoBudget(experience.costs, experience.calibration, static)
+        return AutoBudget(Experience(step_costs), static)
+    return AutoBudget(Experience(PRIOR_COSTS) if experience is None else experience, static)

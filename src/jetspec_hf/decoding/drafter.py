@@ -20,6 +20,9 @@ from .step_costs import StepCosts
 _CONTEXT_NAME = "jetspec_context"  # the attribute of the target's cache that holds the `DraftContext`
 
 
+MOST_NODES = 4096  # masks of that many rows and columns are made before a node is drafted
+
+
 @dataclass(frozen=True)
 class DraftingKnobs:
     """The shape of the trees of one generation.
@@ -60,8 +63,8 @@ class DraftingKnobs:
         longest = head.config.block_size - 1
         budget, width, depth = values["tree_budget"], values["tree_width"], values["draft_depth"]
         depth = longest if depth is None else depth
-        if budget != "auto" and (not _is_integer(budget) or budget < 0):
-            raise ValueError(f'`tree_budget` must be "auto" or an integer of at least 0, got {budget!r}.')
+        if budget != "auto" and (not _is_integer(budget) or not 0 <= budget <= MOST_NODES):
+            raise ValueError(f'`tree_budget` must be "auto" or an integer from 0 to {MOST_NODES}, got {budget!r}.')
         if not _is_integer(width) or width < 1:
             raise ValueError(f"`tree_width` must be an integer of at least 1, got {width!r}.")
         if not _is_integer(depth) or not 1 <= depth <= longest:

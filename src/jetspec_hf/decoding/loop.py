@@ -137,6 +137,7 @@ def _draft_tree(
     if decision.tree_budget == 0:
         return TokenTree.root_only(anchor_ids), decision
     with stats.timed("draft"):
+        depth = min(depth, decision.tree_budget)  # no tree of so few nodes is deeper
         draft_logits = drafter.draft(anchor_ids, verifier.anchor_positions, depth)
     with stats.timed("build"):
         tree = drafter.build(anchor_ids, draft_logits, decision.tree_budget)

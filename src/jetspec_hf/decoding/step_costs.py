@@ -3,7 +3,7 @@
 The denominator of the choice of a tree budget (docs/how_it_works.md, "The budget"). Knows nothing of trees or tokens.
 """
 
-import math
+import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class StepCosts:
         for name, seconds in (("draft", self.draft), *((f"verify[{n}]", s) for n, s in self.verify_table.items())):
             if (
                 not _is_number(seconds)
-                or not math.isfinite(seconds)
+                or not seconds <= sys.float_info.max
                 or seconds < 0
                 or (seconds == 0 and name != "draft")
             ):
