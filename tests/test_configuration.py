@@ -207,6 +207,36 @@ def test_contradicting_causality_can_be_settled_by_the_caller(tmp_path: Path, he
     assert load(tmp_path, changed(dflash_config={"causal": False}), head_type=head_type).causal is causal
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("_attn_implementation", "_experts_implementation", "auto_map", "custom_pipelines", "draft_depth"),
+        *("check_fields", "to_dict", "attribute_map", "id2label", "__class__", "_name_or_path", "per_layer_config"),
+    ],
+)
+def test_a_key_that_is_no_field_leaves_no_trace(tmp_path: Path, key: str) -> None:
+    sound = JetSpecConfig(**TINY)
+    sound.save_pretrained(tmp_path)
+    before = (tmp_path / "config.json").read_text()
+    for loader in (JetSpecConfig, AutoConfig):
+        (tmp_path / "config.json").write_text(json.dumps({**json.loads(before), key: {"0": "somebody/kernel"}}))
+        loaded = loader.from_pretrained(tmp_path)
+        assert loaded.draft_depth == 15
+        loaded.check_fields()
+        loaded.save_pretrained(tmp_path)
+        assert (tmp_path / "config.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"), [({"is_causal": False}, "is_causal"), ({"dflash_config": {"causal": False}}, "dflash_config")]
+)
+def test_a_key_of_another_format_cannot_contradict_causal(tmp_path: Path, keys: dict[str, Any], named: str) -> None:
+    ours = {**TINY, "model_type": "jetspec", "causal": True}
+    with pytest.raises(ValueError, match=f"`{named}.*must not contradict `causal`.*got False and True"):
+        load(tmp_path, {**ours, **keys})
+    assert load(tmp_path, {**ours, "is_causal": True}).is_causal("full_attention")
+
+
 def test_an_unknown_head_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="head_type"):
         load(tmp_path, PUBLISHED, head_type="eagle")

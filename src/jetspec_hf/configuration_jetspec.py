@@ -3,8 +3,8 @@
 This file travels to the Hub with a head, so it imports only its sibling `published_config`.
 """
 
-import math
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeGuard, cast
 
@@ -13,22 +13,36 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .published_config import (
+    MOST,
+    MOST_OF_ANY_SIZE,
     architectures_of,
+    check_causality,
+    check_kinds,
     default_target_layer_ids,
     is_published_config,
+    shown,
     translate_published_config,
 )
 
 LAYER_KINDS = ("full_attention", "sliding_attention")
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-# How a head runs is for whoever loads it to say: in a file these would fetch kernels, patch classes, name other files.
-_KEYS_OF_THE_LOADER = (
-    "attn_implementation",
-    "experts_implementation",
-    "fusion_config",
-    "kernel_config",
-    "distributed_config",
-    "transformers_weights",
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+ROPE_TYPES = tuple(_ROPE_NEEDS)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+# What a file may say besides the fields. How a head runs is for whoever loads it to say: other keys would fetch
+# kernels, patch classes, name files elsewhere, hide methods.
+_KEPT = (
+    "model_type",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "rope_theta",
+    "rope_scaling",
 )
 _POSITIVE_INTEGERS = (
     "vocab_size",
@@ -135,6 +149,7 @@ class JetSpecConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fills the derived defaults, then validates every field."""
+        self._check_lengths()  # lists of these lengths come next
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if (
@@ -174,6 +189,7 @@ class JetSpecConfig(PreTrainedConfig):
         Raises:
             ValueError: If a field breaks its rule; the message names the field, the rule and the value.
         """
+        self._check_lengths()
         for name in _POSITIVE_INTEGERS:
             value = getattr(self, name)
             if not _is_positive_integer(value) and not (name == "num_target_layers" and value is None):
@@ -182,6 +198,12 @@ class JetSpecConfig(PreTrainedConfig):
         self._check_rope()
         self._check_layers()
         self._check_drafting()
+
+    def _check_lengths(self) -> None:
+        for name in (*_POSITIVE_INTEGERS, "block_size", "branch_rank", "sliding_window"):
+            value, most = getattr(self, name), MOST.get(name, MOST_OF_ANY_SIZE)
+            if _is_integer(value) and value > most:
+                raise ValueError(f"`{name}` must be at most {most}, got {shown(value)}.")
 
     def _check_architecture(self) -> None:
         head_dim, key_value_heads = cast(int, self.head_dim), cast(int, self.num_key_value_heads)
@@ -194,7 +216,7 @@ class JetSpecConfig(PreTrainedConfig):
             raise ValueError(f"`head_dim` must be even, got {head_dim}: rotary embeddings turn pairs of channels.")
         for name, holds, rule in _SCALAR_RULES:
             if not holds(getattr(self, name)):
-                raise ValueError(f"`{name}` must {rule}, got {getattr(self, name)!r}.")
+                raise ValueError(f"`{name}` must {rule}, got {shown(getattr(self, name))}.")
         if self.tie_word_embeddings:
             raise ValueError(
                 "`tie_word_embeddings` must be `False`, got True: a draft head has no embeddings of its own."
@@ -210,12 +232,18 @@ class JetSpecConfig(PreTrainedConfig):
         rope = self.rope_parameters or {}
         theta = rope.get("rope_theta")
         if not _is_positive_number(theta):
-            raise ValueError(f"`rope_parameters['rope_theta']` must be a finite number above 0, got {theta!r}.")
+            raise ValueError(f"`rope_parameters['rope_theta']` must be a finite number above 0, got {shown(theta)}.")
         if rope.get("rope_type") not in ROPE_TYPES:
             raise ValueError(
                 f"`rope_parameters['rope_type']` must be one of {', '.join(ROPE_TYPES)}, got "
                 f"{rope.get('rope_type')!r}: other types change cached keys as the text grows."
             )
+        for name in _ROPE_NEEDS[rope["rope_type"]]:
+            if not _is_positive_number(value := rope.get(name)):
+                raise ValueError(f"`rope_parameters['{name}']` must be a finite number above 0, got {shown(value)}.")
+        for name, value in rope.items() if rope["rope_type"] != "default" else ():
+            if name != "rope_type" and not isinstance(value, bool | None) and not _is_number(value):
+                raise ValueError(f"`rope_parameters['{name}']` must be a finite number, got {shown(value)}.")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(
                 "`rope_parameters['partial_rotary_factor']` must be 1 or missing, got "
@@ -276,21 +304,36 @@ class JetSpecConfig(PreTrainedConfig):
             )
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(self, name)
-            values = value if isinstance(value, list) else [value]
-            if any(entry is not None and not _is_integer(entry) for entry in values):
+            values = value if isinstance(value, list) and name == "eos_token_id" else [value]
+            if any(entry is not None and not (_is_integer(entry) and -1 <= entry < 2**31) for entry in values):
                 raise ValueError(f"`{name}` must be `None`, a token id or (for eos) a list of them, got {value!r}.")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Makes a configuration of a parsed `config.json`, without what only the one who loads a head may decide."""
-        for name in ("rope_scaling", "quantization_config"):
-            if not isinstance(value := config_dict.get(name), dict | None):
-                raise ValueError(f"`{name}` must be missing or a dictionary, got {value!r}.")
+        """Makes a configuration of a parsed `config.json`, without what only the one who loads a head may decide.
+
+        Args:
+            config_dict (`dict`): The parsed file. Keys that are no fields are dropped.
+            kwargs: See `PreTrainedConfig.from_dict`.
+
+        Returns:
+            `JetSpecConfig`: The configuration.
+
+        Raises:
+            ValueError: If a key is of a wrong type or breaks its rule, or another key contradicts `causal`.
+        """
+        check_kinds(config_dict)
+        check_causality(config_dict)
+        architectures_of(config_dict)
         for name in ("dtype", "torch_dtype"):
             if not _is_dtype(value := config_dict.get(name)):
-                raise ValueError(f"`{name}` must be missing or the name of a floating-point type, got {value!r}.")
-        kept = {name: value for name, value in config_dict.items() if name not in _KEYS_OF_THE_LOADER}
-        return super().from_dict(kept, **kwargs)
+                raise ValueError(f"`{name}` must be missing or one of {', '.join(DTYPES)}, got {value!r}.")
+        names = {*cls.__annotations__, *_KEPT} - {"keys_to_ignore_at_inference"}
+        kept = {name: value for name, value in config_dict.items() if name in names}
+        try:
+            return super().from_dict(kept, **kwargs)
+        except (TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"The fields of `config.json` must be of the right types, got {error!r}.") from error
 
     @classmethod
     def get_config_dict(
@@ -300,7 +343,11 @@ class JetSpecConfig(PreTrainedConfig):
         head_type = kwargs.pop("head_type", None)
         try:
             config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        except (AttributeError, TypeError) as error:  # transformers reads keys of whatever the file holds
+        except (
+            AttributeError,
+            TypeError,
+            RecursionError,
+        ) as error:  # transformers reads keys of whatever the file holds
             raise ValueError(f"`config.json` of {pretrained_model_name_or_path} must hold a dictionary.") from error
         if not isinstance(config, dict):
             raise ValueError(f"`config.json` of {pretrained_model_name_or_path} must hold a dictionary.")
@@ -312,12 +359,15 @@ class JetSpecConfig(PreTrainedConfig):
                 f"{config['model_type']!r} and {architectures_of(config)} in {pretrained_model_name_or_path}. "
                 "`jetspec_hf.hub.read_checkpoint` reads other layouts too."
             )
+        else:
+            check_kinds(config)
+            check_causality(config, head_type)
         return config, kwargs
 
 
 def _is_dtype(value: object) -> bool:
-    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    return value is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    name = value if isinstance(value, str) else str(value) if isinstance(value, torch.dtype) else ""
+    return value is None or name.removeprefix("torch.") in DTYPES
 
 
 def _is_integer(value: object) -> TypeGuard[int]:
@@ -329,7 +379,8 @@ def _is_positive_integer(value: object) -> TypeGuard[int]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Comparing, unlike `math.isfinite`, takes integers that no float can hold.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_positive_number(value: object) -> TypeGuard[float]:

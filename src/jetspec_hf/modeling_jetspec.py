@@ -2,11 +2,12 @@
 
 One forward pass reads the fused features of the committed tokens and a block `[anchor, MASK, MASK, ...]`, and gives one
 distribution per drafted position. This file travels to the Hub with a head, so it imports only its siblings
-`configuration_jetspec` and `target`.
+`branch`, `configuration_jetspec`, `target` and `weight_files`.
 """
 
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
@@ -22,6 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, eag
 from .branch import BranchScores, JetSpecBranch
 from .configuration_jetspec import JetSpecConfig
 from .target import base_model, check_architecture, check_target, head_config_for
+from .weight_files import KNOBS, check_files, drop_stale_weights, find_file
 
 _COMPANIONS = ("tokenizer", "results", "license", "custom_generate", "name")
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -454,7 +456,8 @@ class JetSpecDraftHead(PreTrainedModel):
 
         Raises:
             ValueError: If the checkpoint is of a kind that cannot be represented, if its tensors are not exactly the
-                head's, or if one has a NaN or an infinity.
+                head's, or if one is of a wrong type or has a NaN or an infinity; if there are adapters beside it, both
+                a whole file and shards, or an index that names files elsewhere.
             OSError: If it has no safetensors file: pickles are not read.
         """
         path = pretrained_model_name_or_path
@@ -467,6 +470,9 @@ class JetSpecDraftHead(PreTrainedModel):
             problems.remove("mismatched_keys")
         loading = {**kwargs, "ignore_mismatched_sizes": True, "use_safetensors": True, "output_loading_info": True}
         try:
+            if path is not None:
+                check_files(path, places, kwargs.get("variant"), kwargs.get("dtype", "auto") in (None, "auto"))
+            knobs = cls._saved_knobs(path, places)
             loaded: Any = super().from_pretrained(path, *args, **loading)
         except SafetensorError as error:
             raise ValueError(f"The safetensors files of {path} must be whole, got a damaged one: {error}.") from error
@@ -481,11 +487,9 @@ class JetSpecDraftHead(PreTrainedModel):
                     f"The tensors of {path} must be exactly those its config describes, got {problem}: "
                     f"{sorted(info[problem])}. `jetspec_hf.hub.read_checkpoint` reads other layouts too."
                 )
-        if getattr(head, "_hf_peft_config_loaded", False):
-            raise ValueError(f"A head's checkpoint must have no adapters beside the weights, got some in {path}.")
         head.check_finite()
         head.check_draft_token_ids()
-        head.generation_config = GenerationConfig(**{**DRAFTING_DEFAULTS, **cls._saved_knobs(path, places)})
+        head.generation_config = GenerationConfig(**{**DRAFTING_DEFAULTS, **knobs})
         return (head, info) if wants_info else head
 
     def save_pretrained(
@@ -514,7 +518,11 @@ class JetSpecDraftHead(PreTrainedModel):
                 "`push_to_hub` must be `False` in `save_pretrained`, got True: call `head.push_to_hub(repo_id)`."
             )
         companions = {name: kwargs.pop(name) for name in _COMPANIONS if name in kwargs}
+        if self.sharing is not None and is_main_process:
+            self.sharing.check_companions(self, save_directory, **companions)  # before anything is written
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process:
+            drop_stale_weights(Path(save_directory))
         if self.sharing is not None and is_main_process:
             self.sharing.write_companions(self, save_directory, **companions)
 
@@ -570,10 +578,12 @@ class JetSpecDraftHead(PreTrainedModel):
         """The knobs saved beside the weights; none in a published checkpoint or a bare `state_dict`."""
         if path is None:
             return {}
+        if find_file(path, KNOBS, places) is None:
+            return {}
         try:
             saved = GenerationConfig.from_pretrained(path, **places)
-        except OSError:  # there is no generation_config.json
-            return {}
+        except (TypeError, AttributeError, KeyError, ValueError, OSError) as error:
+            raise ValueError(f"`{KNOBS}` of {path} must be a generation config: {error}") from error
         return {knob: getattr(saved, knob) for knob in DRAFTING_DEFAULTS if hasattr(saved, knob)}
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ _REFUSED_ARCHITECTURES = {
     "DFlashSpeculator": "a speculators checkpoint, which `jetspec_hf.hub.read_checkpoint` reads",
 }
 _DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+HEAD_TYPES = ("jetspec", "dflash")
 SHAPE_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -41,6 +42,95 @@ _SHARED_KEYS = (
     "torch_dtype",
     "transformers_version",
 )
+
+MOST = {"num_hidden_layers": 1024, "num_target_layers": 2**16, "block_size": 2**16}
+MOST_OF_ANY_SIZE = 2**31
+_INTEGERS = (
+    *SHAPE_KEYS,
+    "max_position_embeddings",
+    "num_target_layers",
+    "block_size",
+    "mask_token_id",
+    "sliding_window",
+    "swa_window_size",
+    "max_window_layers",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "branch_rank",
+)
+_KINDS: tuple[tuple[type, str, tuple[str, ...]], ...] = (
+    (int, "an integer", _INTEGERS),
+    (list, "a list", ("layer_types", "target_layer_ids", "aux_hidden_state_layer_ids")),
+    (dict, "a dictionary", ("rope_parameters", "rope_scaling", "dflash_config", "transformer_layer_config")),
+)
+
+
+def check_kinds(config: dict[str, Any]) -> None:
+    """Checks the kind of every key that any format has, before anything is computed from one.
+
+    Args:
+        config (`dict`): The parsed `config.json` of a head, in any format.
+
+    Raises:
+        ValueError: If a key is of another kind, an integer is beyond all measure, or the head is quantised; the message
+            names the key and its value.
+    """
+    if (quantised := config.get("quantization_config")) is not None:
+        raise ValueError(f"`quantization_config` must be missing: heads are not quantised, got {quantised!r}.")
+    nested = (config.get(key) for key in ("dflash_config", "transformer_layer_config"))
+    for place in (config, *(value for value in nested if isinstance(value, dict))):
+        for kind, rule, keys in _KINDS:
+            for key in keys:
+                _check_kind(key, place.get(key), kind, rule)
+
+
+def _check_kind(key: str, value: object, kind: type, rule: str) -> None:
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise ValueError(f"`{key}` must be {rule}, got {value!r}.")
+    most = MOST.get(key, MOST_OF_ANY_SIZE)
+    if isinstance(value, int) and not -most <= value <= most:
+        raise ValueError(f"`{key}` must be at most {most}, got {shown(value)}.")
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: Python refuses to write integers of thousands of digits."""
+    return f"{value!r}" if not isinstance(value, int) or abs(value) < 10**40 else "a longer number"
+
+
+def check_head_type(head_type: object) -> None:
+    """Checks the argument that settles causality.
+
+    Args:
+        head_type (`str`, *optional*): `"jetspec"` or `"dflash"`.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    if head_type is not None and head_type not in HEAD_TYPES:
+        raise ValueError(f'`head_type` must be "jetspec" (causal) or "dflash" (bidirectional), got {head_type!r}.')
+
+
+def check_causality(config: dict[str, Any], head_type: str | None = None) -> None:
+    """Checks that nothing contradicts `causal`, the one key of our own format that says it.
+
+    Args:
+        config (`dict`): The parsed `config.json` of a head of ours.
+        head_type (`str`, *optional*): What the caller takes the head for.
+
+    Raises:
+        ValueError: If another format's key, or the caller, says otherwise; the message names both.
+    """
+    check_head_type(head_type)
+    causal = config.get("causal", True)
+    dflash = config.get("dflash_config") or {}
+    said = {f"dflash_config.{key}": dflash.get(key) for key in ("causal_head", "causal")}
+    said["is_causal"] = config.get("is_causal")
+    said["head_type"] = None if head_type is None else head_type == "jetspec"
+    for key, value in said.items():
+        if value is not None and value is not causal:
+            raise ValueError(
+                f"`{key}` must not contradict `causal` in the jetspec format, got {value!r} and {causal!r}."
+            )
 
 
 def default_target_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
@@ -105,10 +195,9 @@ def translate_published_config(config: dict[str, Any], head_type: str | None = N
         ValueError: If the head is of a kind that cannot be represented, a required key is missing or of a wrong type,
             or keys contradict.
     """
-    dflash = config.get("dflash_config")
-    dflash = {} if dflash is None else dflash
-    if not isinstance(dflash, dict):
-        raise ValueError(f"`dflash_config` must be a dictionary, got {dflash!r}.")
+    check_kinds(config)
+    check_head_type(head_type)
+    dflash = config.get("dflash_config") or {}
     _refuse_unsupported(config, dflash)
     translated = shared_fields(config)
     translated["block_size"] = _required(config, dflash, "block_size")
@@ -253,14 +342,10 @@ def _one_rope(given: dict[str, Any], theta: Any) -> dict[str, Any]:
 def _layers(config: dict[str, Any], dflash: dict[str, Any]) -> tuple[Any, Any]:
     """Layer kinds and window; the window counts only when a layer slides."""
     count, window, kinds = config["num_hidden_layers"], config.get("sliding_window"), config.get("layer_types")
-    if not isinstance(count, int) or (kinds is not None and not isinstance(kinds, list)):
-        return kinds, window  # refused by name where the fields are validated
     if dflash.get("use_swa") and all(kind == "full_attention" for kind in kinds or ()):  # vLLM's key: all layers slide
         kinds, window = ["sliding_attention"] * count, window or dflash.get("swa_window_size")
     if kinds is None:
-        first_sliding = config.get("max_window_layers", 0) if config.get("use_sliding_window") and window else count
-        if not isinstance(first_sliding, int):
-            raise ValueError(f"`max_window_layers` must be an integer, got {first_sliding!r}.")
+        first_sliding = config.get("max_window_layers") or 0 if config.get("use_sliding_window") and window else count
         kinds = ["full_attention" if index < first_sliding else "sliding_attention" for index in range(count)]
     return list(kinds), window if "sliding_attention" in kinds else None
 
@@ -270,8 +355,6 @@ def _causality(
 ) -> bool | dict[str, bool]:
     """In-block causality per layer kind; DFlash's own rule (sliding layers causal, full ones not) if no key says it."""
     if head_type is not None:
-        if head_type not in ("jetspec", "dflash"):
-            raise ValueError(f'`head_type` must be "jetspec" (causal) or "dflash" (bidirectional), got {head_type!r}.')
         return head_type == "jetspec"
     said = {f"dflash_config.{key}": dflash[key] for key in ("causal_head", "causal") if dflash.get(key) is not None}
     if config.get("is_causal") is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shlex
 import signal
@@ -50,6 +51,7 @@ def test_an_example_is_a_command_line_that_is_understood(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("recipe.json").write_text("{}")
+    Path("prompts.jsonl").touch()
     Path("HEAD").mkdir()  # where the doctor may save
     program, command, *arguments = shlex.split(example.partition(" < ")[0])
     assert (program, command) == ("jetspec", name)
@@ -69,7 +71,6 @@ def test_all_commands_are_listed(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Missing command"),
         (["serve"], "No such command 'serve'"),
         (["generate", "hello"], "Missing option '--head'"),
         (["generate", "hello", "--head", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
@@ -79,6 +80,17 @@ def test_all_commands_are_listed(run: Run) -> None:
         (["regenerate", "--target", "x"], "the following arguments are required: --prompts, --output"),
         (["train", "--max_step", "3", "--target", "x", "--answers", "y"], "--max_step"),
         (["bench", "--seed", "one"], "--seed"),
+        (["generate", "hello", "--head", "x", "--tree-budget", "foo"], "an integer of at least 0, got 'foo'"),
+        (["chat", "--head", "x", "--tree-budget", "-3"], "an integer of at least 0, got '-3'"),
+        (["generate", "hello", "--head", "x", "--device", "abacus"], "must be a device of this machine, got 'abacus'"),
+        (["bench", "--device", "abacus"], "must be a device of this machine, got 'abacus'"),
+        (["regenerate", "--device", "abacus"], "must be a device of this machine, got 'abacus'"),
+        (["generate", " \n", "--head", "x"], "must have text to go on from"),
+        (["regenerate", "--prompts", "/nope.jsonl"], "--prompts: must be a file that is there, got /nope.jsonl"),
+        (["regenerate", "--max-new-tokens", "0"], "--max-new-tokens: must be an integer of at least 1, got '0'"),
+        (["regenerate", "--temperature", "-1"], "--temperature: must be a number of at least 0, got '-1'"),
+        (["regenerate", "--shard", "5/4"], "--shard: must be a share and how many there are, as in 1/4, got '5/4'"),
+        (["train", "/nope.json"], "the recipe /nope.json must be a file with a JSON object"),
     ],
     ids=str,
 )
@@ -92,6 +104,43 @@ def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(
     assert message in result.stderr
     assert result.stderr.endswith(f" (see `{command} --help`)\n")
     assert result.stderr.count("\n") == 1
+
+
+def test_without_a_command_the_help_is_shown(run: Run) -> None:
+    assert run().stdout == run("--help").stdout
+    assert run().exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["generate", "x", "--head", "./nope"],
+            "`--head` must be a folder or a Hub id, and there is no folder ./nope.",
+        ),
+        (["generate", "x", "--head", "HEAD", "--target", "/nope"], "`--target` must be a folder or a Hub id"),
+        (["chat", "--head", "HEAD", "--target", "HEAD"], "`--target` must be the target, a language model, got HEAD"),
+        (
+            ["convert", "/nope", "y", "--to", "jetspec"],
+            "HEAD must be a folder or a Hub id, and there is no folder /nope",
+        ),
+        (["push", "/nope", "a/b"], "HEAD must be a folder or a Hub id, and there is no folder /nope"),
+        (["push", "HEAD", "a/b", "--tokenizer", "/nope"], "`--tokenizer` must be a folder or a Hub id"),
+        (["regenerate", "--target", "/nope", "--output", "x", "--prompts", "PROMPTS"], "there is no folder /nope"),
+        (["regenerate", "--target", "HEAD", "--output", "x", "--prompts", "PROMPTS"], "HEAD, which is a draft head"),
+        (["train", "--target", "HEAD", "--answers", "x", "--output_dir", "y"], "HEAD, which is a draft head"),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_is_named_with_its_option(
+    run: Run, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("HEAD").symlink_to(folders.head)
+    Path("PROMPTS").write_text('{"prompt": "hello"}\n')
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert message in result.stderr
 
 
 def test_a_failure_is_one_line_and_exit_code_1(run: Run, tmp_path: Path) -> None:
@@ -115,6 +164,9 @@ def test_where_an_error_came_from_is_shown_when_asked_for(run: Run, tmp_path: Pa
         (ModuleNotFoundError(name="datasets"), "this command needs `datasets`: pip install 'jetspec_hf[train]'"),
         (ModuleNotFoundError("No module named 'x'", name="x"), "ModuleNotFoundError: No module named 'x'"),
         (RuntimeError(), "RuntimeError: "),
+        (FileExistsError("`folder` must be empty"), "`folder` must be empty"),
+        (PermissionError(13, "Permission denied", "/x"), "/x: Permission denied"),
+        (json.JSONDecodeError("Extra data", "1 2", 2), "JSONDecodeError: Extra data: line 1 column 3 (char 2)"),
     ],
     ids=repr,
 )

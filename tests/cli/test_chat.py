@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import Result
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
 
+from jetspec_hf.cli.app import app
 from jetspec_hf.cli.chat import Conversation
 from jetspec_hf.cli.models import Models
 
@@ -92,7 +94,17 @@ def test_the_end_of_the_input_ends_a_chat(run: Run, folders: Any) -> None:
     assert (result.exit_code, len(result.stdout.splitlines())) == (0, 1)
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(run: Run, folders: Any) -> None:
+def test_input_that_is_no_text_is_told_in_one_line(folders: Any) -> None:
+    for command in ("chat", "generate"):
+        result = CliRunner().invoke(app, [command, "--head", str(folders.head)], input=b"\xff\n")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.endswith("error: Standard input must be text in utf-8, got other bytes.\n")
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_before_the_target_is_loaded(
+    run: Run, folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     result = run("chat", "--head", folders.head, "--target", folders.plain_target)
     assert result.exit_code == 1
     assert result.stderr.startswith("error: A chat needs a tokenizer with a chat template")

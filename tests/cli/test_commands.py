@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from typer.testing import Result
 
 from jetspec_hf import JetSpecDraftHead
@@ -31,6 +32,7 @@ def test_from_prompts_to_a_measured_head(run: Run, folders: Any, prompts: Path, 
     given = ["--target", folders.target, "--threads", 1]
     result = run("regenerate", *given, "--prompts", prompts, "--output", answers, "--max-new-tokens", 9)
     assert result.exit_code == 0, result.stderr
+    assert result.stdout == f"3 answers are in {answers}\n"
     assert [len(json.loads(line)["response_ids"]) for line in answers.read_text().splitlines()] == [9, 9, 9]
 
     recipe = tmp_path / "recipe.json"
@@ -68,6 +70,25 @@ def test_a_head_is_converted_and_the_command_that_serves_it_printed(run: Run, fo
     again = run(*arguments)
     assert (again.exit_code, again.stdout, again.stderr.count("\n")) == (1, "", 1)
     assert "must hold no checkpoint yet" in again.stderr
+
+
+def test_what_no_engine_reads_is_said_to_be_written(run: Run, folders: Any, tmp_path: Path) -> None:
+    result = run("convert", folders.head, tmp_path / "copy", "--to", "jetspec")
+    assert (result.exit_code, result.stdout) == (0, f"The head is in {tmp_path / 'copy'}, in the jetspec format.\n")
+
+
+def test_a_push_that_does_not_get_there_says_where_to(run: Run, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    result = run("push", folders.head, "user/head")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert result.stderr.startswith("error: user/head could not be pushed to http://127.0.0.1:9: ")
+
+
+def test_figures_that_cannot_be_written_are_refused_before_they_are_measured(run: Run, tmp_path: Path) -> None:
+    options = ["--target", "x", "--head", "y", "--prompts", "z", "--json", tmp_path]
+    result = run("bench", *options)
+    assert result.exit_code == 2
+    assert f"--json must be a file that can be written, got {tmp_path}: Is a directory" in result.stderr
 
 
 def test_a_head_is_pushed_with_what_was_said_of_it(

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
 from jetspec_hf import JetSpecDraftHead
+from jetspec_hf.cli.models import Models
 
 COLOURS = {"32": True, "33": False}  # green is drafted, yellow is the target's own
 Run = Callable[..., Result]
@@ -78,15 +80,29 @@ def test_the_chat_template_can_be_left_out(run: Run, folders: Any) -> None:
     assert run("generate", "hello", *arguments, "--no-chat-template").stdout == "".join(tokens) + "\n"
 
 
-def test_a_tree_budget_out_of_range_is_refused_in_one_line(run: Run, folders: Any) -> None:
-    result = run("generate", "hello", "--head", folders.head, "--tree-budget", "many")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == "error: `tree_budget` must be \"auto\" or an integer of at least 0, got 'many'.\n"
-
-
 def test_a_prompt_without_a_token_is_refused(run: Run, folders: Any) -> None:
-    result = run("generate", "--head", folders.head, "--target", folders.plain_target)
-    assert (result.exit_code, result.stderr) == (1, "error: `PROMPT` must have a token at least, got none.\n")
+    with pytest.raises(ValueError, match="`PROMPT` must have a token at least, got none"):
+        Models.load(str(folders.head), str(folders.plain_target), "auto", "cpu", None).prompt_ids("", True, None)
+
+
+def test_one_token_needs_no_draft(run: Run, folders: Any) -> None:
+    result = run("generate", "hello", "--head", folders.head, "--max-new-tokens", 1)
+    assert re.fullmatch(
+        r"no draft was needed, \d+\.\d tokens/s, 1 token: 0 drafted, 1 the target's own\n", result.stderr
+    )
+
+
+def test_a_target_that_the_head_names_and_that_is_gone_is_named_with_the_option(
+    run: Run, folders: Any, tmp_path: Any
+) -> None:
+    head = JetSpecDraftHead.from_pretrained(folders.head)
+    for gone in (str(tmp_path / "gone"), "user/gone"):  # a folder, and on the Hub, which cannot be reached
+        head.config.target_name_or_path = gone
+        head.save_pretrained(tmp_path)
+        result = run("generate", "hello", "--head", tmp_path)
+        assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+        assert result.stderr.startswith(f"error: `--target`, which is not given and which the head {tmp_path} names,")
+        assert gone in result.stderr
 
 
 def test_a_head_that_names_no_target_needs_one(run: Run, folders: Any, tmp_path: Any) -> None:

@@ -17,6 +17,8 @@ from jetspec_hf.decoding.step_costs import LearnedCosts, StepCosts
 from support.oracle import OracleHead
 from support.references import greedy_reference
 
+pytestmark = pytest.mark.auto_budget
+
 FREE = StepCosts(0.1, {0: 1.0, 256: 1.001})  # nodes cost nothing
 DEAR = StepCosts(0.1, {0: 1.0, 1: 3.0, 2: 5.0})  # two plain steps each
 

@@ -86,6 +86,7 @@ def test_a_greedy_step_of_fixed_size_waits_once(
     assert waits_per_step(target, untrained, monkeypatch) == 1.0
 
 
+@pytest.mark.auto_budget
 def test_a_draft_whose_size_is_chosen_waits_once_more(
     target: PreTrainedModel, untrained: JetSpecDraftHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:

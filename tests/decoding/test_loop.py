@@ -44,6 +44,7 @@ def test_a_rank_that_has_finished_idles_while_others_work_and_changes_nothing(
     assert next(waits, None) is None  # the idle forwards were really run
 
 
+@pytest.mark.auto_budget
 @pytest.mark.parametrize(
     ("call", "of_target", "of_head", "expected"),
     [(None, None, None, None), (None, None, 3, 3), (None, 4, 3, 4), (5, 4, 3, 5), ("auto", 4, 3, None)],

@@ -13,8 +13,6 @@ from support.doc_stand_ins import stand_ins
 WITH_CODE = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
 
 
-# torch says so wherever there is no accelerator and nobody asked a Trainer for the CPU
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     blocks = [block for block in blocks_of(page) if block.language == "python" and block.not_run is None]

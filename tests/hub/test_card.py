@@ -167,6 +167,73 @@ def test_other_results_are_refused(results: dict[str, Any], tmp_path: Path) -> N
         make_card(head_for(), "my-head", results=tmp_path / "speed.json")
 
 
+def changed_results(place: str, key: str, value: Any) -> dict[str, Any]:
+    if place == "row":
+        return {**RESULTS, "summary": [{**ROW, key: value}]}
+    return {**RESULTS, key: value}
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "value"),
+    [
+        ("row", "speedup", None),
+        ("row", "speedup", [1.0, float("nan"), 1.0]),
+        ("row", "speedup", [1.0, float("inf"), 1.0]),
+        ("row", "speedup", [1.0]),
+        ("row", "speedup", ["1", "2", "3"]),
+        ("row", "tokens_per_second", 10**400),
+        ("row", "mean_acceptance_length", "2"),
+        ("row", "method", 3),
+        ("top", "summary", 3),
+        ("top", "machine", []),
+    ],
+)
+def test_results_with_figures_that_are_none_are_refused_and_the_file_is_named(
+    tmp_path: Path, place: str, key: str, value: Any
+) -> None:
+    (tmp_path / "speed.json").write_text(json.dumps(changed_results(place, key, value)))
+    with pytest.raises(ValueError, match=r"`results` must be what .* writes, got something .*speed\.json"):
+        make_card(head_for(), "my-head", results=tmp_path / "speed.json")
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000])
+def test_results_that_are_no_report_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "speed.json").write_text(text)
+    with pytest.raises(ValueError, match=r"speed\.json"):
+        make_card(head_for(), "my-head", results=tmp_path / "speed.json")
+    with pytest.raises(ValueError, match=r"`results` must be .* got None"):
+        make_card(head_for(), "my-head", results=None)
+
+
+def test_no_name_in_the_results_breaks_the_table_or_the_section() -> None:
+    row = {**ROW, "task": f"a|b\nc {END}"}
+    head = head_for()
+    card = make_card(head, "my-head", results={**RESULTS, "summary": [row]})
+    assert "\n| a\\|b c &lt;!-- jetspec_hf: up to here --> (3 prompts) | greedy | tree 16 | 2.43 |" in card.text
+    assert make_card(head, "my-head", existing=card).text.count(END) == 1
+
+
+def test_metadata_that_yaml_takes_for_something_else_and_a_name_without_figures_stay() -> None:
+    head = head_for()
+    existing = ModelCard("---\nlanguage: no\nmodel_name: Kari\n---\nMine\n")
+    once = make_card(head, "my-head", existing=existing)
+    assert (once.data.language, once.data.model_name) == ("no", "Kari")
+    assert "language: 'no'\nmodel_name: Kari\n" in once.content
+    listed = make_card(head, "my-head", existing=ModelCard("---\nlanguage: [en, no]\n---\nMine\n"))
+    assert listed.data.language == ["en", "no"]
+
+
+def test_a_card_with_the_line_ends_of_windows_keeps_them_and_does_not_change_again(tmp_path: Path) -> None:
+    head, file = head_for(), tmp_path / "README.md"
+    file.write_bytes(WRITTEN_BY_HAND.replace("\n", "\r\n").encode())
+    seen = []
+    for _ in range(2):
+        make_card(head, "my-head", existing=ModelCard.load(file)).save(file)
+        seen.append(file.read_bytes())
+    assert seen[0] == seen[1]
+    assert seen[0].count(b"\r\n") == seen[0].count(b"\n") == seen[0].count(b"\r")
+
+
 @pytest.mark.parametrize(
     ("name", "public"),
     [

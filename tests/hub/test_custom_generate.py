@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import check_python_requirements, get_relative_import_files
 
 import jetspec_hf
-from jetspec_hf.hub.custom_generate import custom_generate_files
+from jetspec_hf.hub.custom_generate import custom_generate_files, write_custom_generate
 from jetspec_hf.hub.generate import generate
 from support.random_heads import random_head
 from support.tiny_targets import tiny_target
@@ -140,12 +140,14 @@ def test_the_code_is_the_library_s_but_for_relative_imports(tmp_path: Path) -> N
 
 
 class TestWithTheLibrary:
-    def test_a_folder_is_loaded_once_and_by_the_installed_classes(self, tmp_path: Path) -> None:
+    def test_a_folder_is_loaded_once_and_by_the_installed_classes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         target = tiny_target("llama")
         saved_head(target, tmp_path / "head", 40)
         kwargs = {"inputs": torch.tensor(PROMPT), "max_new_tokens": 4, "do_sample": False}
         generate(target, assistant_model=tmp_path / "head", **kwargs)
-        (tmp_path / "head" / "model.safetensors").unlink()
+        monkeypatch.setattr(jetspec_hf.JetSpecDraftHead, "from_pretrained", None)
         output = generate(target, assistant_model=tmp_path / "head", return_dict_in_generate=True, **kwargs)
         assert type(output) is jetspec_hf.JetSpecGenerateOutput
 
@@ -161,3 +163,24 @@ class TestWithTheLibrary:
     def test_without_a_name_it_says_what_to_give(self) -> None:
         with pytest.raises(ValueError, match="`assistant_model` must be a draft head, or its folder or Hub id"):
             generate(tiny_target("llama"), inputs=torch.tensor(PROMPT), max_new_tokens=4)
+
+
+def test_modules_of_an_earlier_version_go_and_an_author_s_own_stay(tmp_path: Path) -> None:
+    place = tmp_path / "custom_generate"
+    place.mkdir()
+    (place / "decoding_old.py").write_text("# From jetspec_hf 0.0.1 (Apache-2.0), which is the place to change it.\n")
+    (place / "mine.py").write_text("MINE = 1\n")
+    write_custom_generate(tmp_path)
+    assert {file.name for file in place.iterdir()} == {*custom_generate_files(), "mine.py"}
+
+
+def test_a_head_saved_anew_is_loaded_anew(tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    head = saved_head(target, tmp_path, budget=4)
+    depths = []
+    for budget in (4, 0):
+        head.generation_config.tree_budget = budget
+        head.save_pretrained(tmp_path)
+        output = generate(target, tmp_path, inputs=torch.tensor(PROMPT), max_new_tokens=8, return_dict_in_generate=True)
+        depths.append(sum(output.acceptance.tree_sizes) > 0)
+    assert depths == [True, False]

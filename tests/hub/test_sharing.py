@@ -20,6 +20,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from jetspec_hf import JetSpecConfig, JetSpecDraftHead, JetSpecHead
+from jetspec_hf.hub import write_checkpoint
 from support.char_tokenizer import letter_tokenizer
 from support.hub_stand_in import HubStandIn, running_hub
 from support.random_heads import random_head
@@ -46,6 +47,8 @@ card = api.hf_hub_download("user/head", "README.md")
 text = open(card, encoding="utf-8").read().replace("Be careful with it.", "Written on the Hub.")
 api.upload_file(repo_id="user/head", path_in_repo="README.md", path_or_fileobj=text.encode())
 api.upload_file(repo_id="user/head", path_in_repo="custom_generate/old_module.py", path_or_fileobj=b"pass")
+for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+    api.upload_file(repo_id="user/head", path_in_repo=name, path_or_fileobj=b"in shards, earlier")
 head.push_to_hub("user/head", commit_message="Again")
 
 fetched = JetSpecHead.from_pretrained("user/head")
@@ -155,7 +158,7 @@ class TestPushing:
         assert {"README.md", "config.json", "generation_config.json", "model.safetensors"} < files.keys()
         assert {"tokenizer.json", "custom_generate/generate.py", "training_provenance.json"} < files.keys()
         assert "custom_generate/old_module.py" not in files
-        assert hub.commits[0::3] == ["Upload draft head", "Again"]
+        assert hub.commits[0::5] == ["Upload draft head", "Again"]
         assert all(str(folder).encode() not in text for text in files.values())
         assert json.loads(files["config.json"])["target_name_or_path"] == "target"
 
@@ -197,3 +200,33 @@ def run(hub: HubStandIn, folder: Path, script: str, *arguments: Any) -> Any:
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
+
+
+BROKEN_BESIDE: dict[str, tuple[str, bytes]] = {
+    "latin-1": ("README.md", "---\nlicense: mit\n---\nMålt".encode("latin-1")),
+    "YAML": ("README.md", b"---\na: [1\n---\nMine"),
+    "no metadata": ("README.md", b"---\n- 1\n---\nMine"),
+    "shape": ("training_provenance.json", b"[]"),
+    "syntax": ("training_provenance.json", b"{"),
+    "keys": ("training_provenance.json", b'{"data": {"rows": 3}}'),
+    "kinds": ("training_provenance.json", b'{"data": 3, "target": []}'),
+}
+
+
+@pytest.mark.parametrize("problem", BROKEN_BESIDE)
+def test_nothing_is_saved_where_the_card_cannot_be_written(tmp_path: Path, problem: str) -> None:
+    name, content = BROKEN_BESIDE[problem]
+    (tmp_path / name).write_bytes(content)
+    head = random_head(tiny_target("llama"), block_size=4)
+    with pytest.raises(ValueError, match=name):
+        head.save_pretrained(tmp_path, custom_generate=True)
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_a_head_written_for_another_target_has_it_in_its_card_and_keeps_its_own(tmp_path: Path) -> None:
+    head = random_head(tiny_target("llama"), block_size=4, target_name_or_path="some/target")
+    write_checkpoint(head, tmp_path, "jetspec", target_name_or_path="some/other")
+    assert JetSpecConfig.from_pretrained(tmp_path).target_name_or_path == "some/other"
+    assert ModelCard.load(tmp_path / "README.md").data.base_model == "some/other"
+    assert "some/target" not in (tmp_path / "README.md").read_text()
+    assert head.config.target_name_or_path == "some/target"

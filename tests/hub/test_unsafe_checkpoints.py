@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ def test_code_in_a_checkpoint_never_runs_and_nothing_is_written(
         auto_map={"AutoModel": "dflash.DFlashDraftModel", "AutoConfig": "modeling_jetspec.JetSpecConfig"},
         attn_implementation="somebody/kernel",
         experts_implementation="somebody/kernel",
+        _attn_implementation="somebody/kernel",
+        _experts_implementation="somebody/kernel",
         transformers_weights="adapter_model.bin",
         fusion_config={"patch": True},
     )
@@ -136,14 +139,20 @@ def test_a_mask_embedding_of_its_own_is_refused(folder: Path) -> None:
         read_checkpoint(folder)
 
 
-def test_adapters_beside_the_weights_are_refused(ours: Path) -> None:
-    pytest.importorskip("peft")  # without it nobody looks for adapters; one too old for transformers is an error there
-    adapter = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "base_model_name_or_path": "some/other"}
-    (ours / "adapter_config.json").write_text(json.dumps(adapter))
-    prefix = "base_model.model.layers.0.self_attn.q_proj"
-    factors = {f"{prefix}.lora_A.weight": torch.ones(2, 64), f"{prefix}.lora_B.weight": torch.ones(64, 2)}
-    save_file(factors, ours / "adapter_model.safetensors")
-    with pytest.raises((ValueError, ImportError), match=r"must have no adapters beside the weights|PEFT"):
+@loaders
+@pytest.mark.parametrize("text", ['{"peft_type": "LORA", "base_model_name_or_path": "some/other"}', "[]"])
+def test_adapters_beside_the_weights_are_refused_whatever_they_are(
+    folder: Path, load: Callable[..., JetSpecDraftHead], text: str
+) -> None:
+    (folder / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"must have no adapters beside the weights, got an `adapter_config\.json`"):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000])
+def test_broken_knobs_are_named_and_not_taken_for_missing_ones(ours: Path, text: str) -> None:
+    (ours / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"generation_config\.json must"):
         JetSpecDraftHead.from_pretrained(ours)
 
 
@@ -161,6 +170,40 @@ EDITS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "nan": (lambda tensors: tensors[Q_PROJ].view(-1)[7:8].fill_(float("nan")), rf"`{Q_PROJ}` must have finite"),
     "infinity": (lambda tensors: tensors["norm.weight"].fill_(float("-inf")), r"`norm\.weight` must have finite"),
 }
+
+
+@loaders
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_a_weight_of_a_wrong_type_is_named(
+    folder: Path, load: Callable[..., JetSpecDraftHead], dtype: torch.dtype
+) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({"norm.weight": torch.ones(64).to(dtype)}))
+    with pytest.raises(ValueError, match=r"`norm\.weight` of .* must be of type F16, BF16, F32, F64, got"):
+        load(folder)
+
+
+@loaders
+def test_a_draft_vocabulary_of_fractions_is_named(
+    target: PreTrainedModel, tmp_path: Path, load: Callable[..., JetSpecDraftHead]
+) -> None:
+    random_head(target, block_size=4, draft_token_ids=[3, 5, 9]).save_pretrained(tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update(draft_token_ids=torch.tensor([3.0, 5.0, 9.5])))
+    with pytest.raises(ValueError, match=r"`draft_token_ids` of .* must be integers, got F32"):
+        load(tmp_path)
+
+
+@loaders
+def test_weights_of_several_types_are_told_of_unless_one_is_asked_for(
+    folder: Path, load: Callable[..., JetSpecDraftHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({"norm.weight": torch.ones(64).half()}))
+    told: list[str] = []
+    monkeypatch.setattr("jetspec_hf.weight_files.logger.warning", told.append)
+    load(folder, dtype=torch.float32)
+    assert told == []
+    load(folder)
+    assert len(told) == 1
+    assert "types F16 and F32" in told[0]
 
 
 @loaders
@@ -221,8 +264,9 @@ def test_the_first_tensor_that_was_cut_off_is_named(folder: Path) -> None:
 @pytest.fixture
 def sharded(ours: Path) -> Path:
     head = JetSpecDraftHead.from_pretrained(ours)
-    (ours / "model.safetensors").rename(ours.parent / "whole.safetensors")
+    shutil.copy(ours / "model.safetensors", ours.parent / "whole.safetensors")
     head.save_pretrained(ours, max_shard_size="60KB")
+    assert not (ours / "model.safetensors").exists()
     assert len(list(ours.glob("*.safetensors"))) > 2
     return ours
 
@@ -244,12 +288,62 @@ def test_a_missing_shard_is_named(sharded: Path, load: Callable[..., JetSpecDraf
         load(sharded)
 
 
-@pytest.mark.parametrize("name", ["../whole.safetensors", "/whole.safetensors", "weights.bin", 3])
-def test_an_index_cannot_name_files_elsewhere(sharded: Path, name: Any) -> None:
+@loaders
+@pytest.mark.parametrize("name", ["../whole.safetensors", "/whole.safetensors", "weights.bin", "..\\x.safetensors", 3])
+def test_an_index_cannot_name_files_elsewhere(sharded: Path, load: Callable[..., JetSpecDraftHead], name: Any) -> None:
     index = sharded / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"fc.weight": name}}))
     with pytest.raises(ValueError, match=r"`weight_map` .* must name safetensors files beside it"):
-        read_checkpoint(sharded)
+        load(sharded)
+
+
+@loaders
+@pytest.mark.parametrize(
+    "text", ["[]", "{", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "a.safetensors"}, "metadata": 3}']
+)
+def test_a_malformed_index_is_named(sharded: Path, load: Callable[..., JetSpecDraftHead], text: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json must"):
+        load(sharded)
+
+
+def test_an_index_on_the_hub_is_looked_at_before_its_shards(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "../whole.safetensors"}}))
+    asked = []
+
+    def fetch(path: str, name: str, **places: Any) -> str | None:
+        asked.append((path, name, places["revision"]))
+        return str(sharded / name) if (sharded / name).exists() else None
+
+    monkeypatch.setattr("jetspec_hf.weight_files.cached_file", fetch)
+    with pytest.raises(ValueError, match=r"`weight_map` .* must name safetensors files beside it"):
+        JetSpecDraftHead.from_pretrained("somebody/head", revision="v1")
+    assert ("somebody/head", index.name, "v1") in asked
+
+
+@loaders
+def test_a_whole_file_beside_an_index_is_refused(sharded: Path, load: Callable[..., JetSpecDraftHead]) -> None:
+    shutil.copy(sharded.parent / "whole.safetensors", sharded / "model.safetensors")
+    with pytest.raises(ValueError, match=r"an index of shards, got both"):
+        load(sharded)
+
+
+@loaders
+def test_what_was_saved_last_is_loaded_whole_or_in_shards(sharded: Path, load: Callable[..., JetSpecDraftHead]) -> None:
+    head = load(sharded)
+    for value, size in ((2.0, "50GB"), (3.0, "60KB"), (4.0, "40KB"), (5.0, "50GB")):
+        head.norm.weight.data.fill_(value)
+        head.save_pretrained(sharded, max_shard_size=size)
+        assert load(sharded).norm.weight[0] == value
+    assert [file.name for file in sharded.glob("model*")] == ["model.safetensors"]
+
+
+def test_what_another_process_writes_is_left_alone(sharded: Path) -> None:
+    (sharded / "model.safetensors").write_bytes(b"of somebody else")
+    head = random_head(tiny_target("llama"), block_size=4, target_layer_ids=[0])
+    head.save_pretrained(sharded, is_main_process=False, max_shard_size="60KB")
+    assert (sharded / "model.safetensors").read_bytes() == b"of somebody else"
 
 
 # Wrong configurations -------------------------------------------------------------------------------------------------
@@ -291,12 +385,23 @@ WRONG_KEYS: list[tuple[str, Any]] = [
     ("dtype", "float99"),
     ("dtype", "int8"),
     ("dtype", ["float32"]),
+    ("dtype", "float8_e4m3fn"),
+    ("dtype", "complex64"),
     ("eos_token_id", "2"),
+    ("pad_token_id", [1]),
+    ("bos_token_id", 10**400),
+    ("rms_norm_eps", 10**400),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": 10**400}),
+    ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": "2"}),
+    ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": [1]}),
+    ("num_hidden_layers", 2**30),
+    ("hidden_size", 10**400),
+    ("quantization_config", {"quant_method": "fp8"}),
 ]
 
 
 @loaders
-@pytest.mark.parametrize(("key", "value"), WRONG_KEYS)
+@pytest.mark.parametrize(("key", "value"), WRONG_KEYS, ids=lambda value: str(value)[:30])
 def test_a_key_of_a_wrong_type_is_named(
     folder: Path, load: Callable[..., JetSpecDraftHead], key: str, value: Any
 ) -> None:
@@ -330,7 +435,7 @@ def test_a_config_of_another_kind_is_named(
 
 
 @loaders
-@pytest.mark.parametrize("text", ["[]", "3", '"x"', "{", ""])
+@pytest.mark.parametrize("text", ["[]", "3", '"x"', "{", "", "[" * 100_000])
 def test_a_config_that_is_no_dictionary_is_named(ours: Path, load: Callable[..., JetSpecDraftHead], text: str) -> None:
     (ours / "config.json").write_text(text)
     with pytest.raises((ValueError, OSError), match=r"config\.json"):
@@ -338,14 +443,84 @@ def test_a_config_that_is_no_dictionary_is_named(ours: Path, load: Callable[...,
 
 
 def test_a_config_of_a_head_too_large_for_its_tensors_is_refused_before_it_is_made(folder: Path) -> None:
-    set_keys(folder, intermediate_size=10**11)
-    with pytest.raises(ValueError, match=r"`layers\.0\.mlp\.\w+\.weight` must be of shape .*100000000000"):
+    set_keys(folder, intermediate_size=2**31)
+    with pytest.raises(ValueError, match=r"`layers\.0\.mlp\.\w+\.weight` must be of shape .*2147483648"):
         read_checkpoint(folder)
 
 
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"must have a `config\.json`"):
         read_checkpoint(tmp_path)
+
+
+SPECULATORS: list[tuple[str, dict[str, Any]]] = [
+    ("block_size", {"block_size": "3"}),
+    ("transformer_layer_config", {"transformer_layer_config": [1]}),
+    ("num_hidden_layers", {"transformer_layer_config": {"num_hidden_layers": []}}),
+    ("layer_types", {"transformer_layer_config": {"layer_types": 5}}),
+]
+ASSISTANTS: list[tuple[str, dict[str, Any]]] = [
+    ("num_hidden_layers", {"num_hidden_layers": "3"}),
+    ("num_hidden_layers", {"num_hidden_layers": []}),
+    ("layer_types", {"layer_types": 5}),
+]
+
+
+@pytest.mark.parametrize(
+    ("format", "key", "keys"),
+    [("speculators", *case) for case in SPECULATORS] + [("transformers", *case) for case in ASSISTANTS],
+)
+def test_a_key_of_a_wrong_type_in_another_format_is_named(
+    target: PreTrainedModel, tmp_path: Path, format: str, key: str, keys: dict[str, Any]
+) -> None:
+    head = random_head(target, block_size=4, causal=False, target_layer_ids=[0], target_name_or_path="some/target")
+    write_checkpoint(head, tmp_path, format)
+    set_keys(tmp_path, **keys)
+    with pytest.raises(ValueError, match=rf"`{key}` must be an? \w+, got"):
+        read_checkpoint(tmp_path, target=target)
+
+
+def test_offsets_that_lead_out_of_the_vocabulary_are_named(target: PreTrainedModel, tmp_path: Path) -> None:
+    head = random_head(target, block_size=4, causal=False, target_layer_ids=[0], draft_token_ids=[1, 2, 3])
+    write_checkpoint(head, tmp_path, "speculators", target=target, target_name_or_path="some/target")
+    edit_tensors(tmp_path, lambda tensors: tensors.update(d2t=torch.tensor([0, 1, 10**9])))
+    with pytest.raises(ValueError, match="`d2t` must lead to tokens from 0 to"):
+        read_checkpoint(tmp_path, target=target)
+
+
+def test_a_fused_projection_without_rows_is_named(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({"layers.0.self_attn.qkv_proj.weight": torch.tensor(1.0)}))
+    with pytest.raises(ValueError, match=r"qkv_proj\.weight` must have \d+ rows, got shape \(\)"):
+        read_checkpoint(folder, "published")
+
+
+@loaders
+def test_what_a_caller_takes_a_head_of_ours_for_must_be_what_it_is(
+    ours: Path, load: Callable[..., JetSpecDraftHead]
+) -> None:
+    assert load(ours, head_type="jetspec").config.causal is True
+    with pytest.raises(ValueError, match="`head_type` must not contradict `causal`"):
+        load(ours, head_type="dflash")
+    with pytest.raises(ValueError, match="`head_type` must be"):
+        load(ours, head_type="eagle")
+
+
+@pytest.mark.parametrize("format", ["speculators", "transformers"])
+def test_what_a_caller_takes_a_bidirectional_head_for_must_be_what_it_is(
+    target: PreTrainedModel, tmp_path: Path, format: str
+) -> None:
+    head = random_head(target, block_size=4, causal=False, target_layer_ids=[0], target_name_or_path="some/target")
+    write_checkpoint(head, tmp_path, format)
+    assert read_checkpoint(tmp_path, target=target, head_type="dflash").config.causal is False
+    with pytest.raises(ValueError, match="`head_type` must"):
+        read_checkpoint(tmp_path, target=target, head_type="jetspec")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_not_even_a_link_to_nowhere_is_written_through(target: PreTrainedModel, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to(tmp_path.parent / "nowhere")
+    with pytest.raises(FileExistsError, match=name):
+        write_checkpoint(random_head(target, block_size=4, target_layer_ids=[0]), tmp_path, "published")
 
 
 # What must go on working ----------------------------------------------------------------------------------------------

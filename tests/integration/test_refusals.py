@@ -196,6 +196,7 @@ class TestArguments:
         [
             ("tree_budget", -1),
             ("tree_budget", 2.5),
+            ("tree_budget", 10**9),
             ("tree_budget", "many"),
             ("tree_width", 0),
             ("tree_width", "wide"),

@@ -54,7 +54,6 @@ def new_trainer(target: PreTrainedModel, head: JetSpecDraftHead, folder: Path, *
         "disable_tqdm": True,
         "use_cpu": True,
         "save_strategy": "no",
-        "dataloader_pin_memory": False,
     }
     args = JetSpecTrainingArguments(**{**settings, **arguments})
     return JetSpecTrainer(head, target, args=args, train_dataset=rows * 4, eval_dataset=rows)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from jetspec_hf.training import regenerate as module
 from jetspec_hf.training.answers import AnswerFile, read_answers
+from jetspec_hf.training.prompts import read_prompts
 from jetspec_hf.training.regenerate import main, regenerate
 from support.char_tokenizer import letter_tokenizer
 from support.recording import Fingerprint
@@ -332,6 +333,38 @@ def test_a_target_in_training_mode_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"`target` must be in evaluation mode.*call `target.eval\(\)`"):
         regenerate(target.train(), tokenizer, questions(1), output)
+
+
+def test_an_output_that_cannot_be_written_is_named_with_the_reason(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    for output, reason in ((tmp_path, "Is a directory"), (taken / "x.jsonl", "(File exists|Not a directory)")):
+        with pytest.raises(OSError, match=f"`output_path` must be a file .* got {output}: {reason}"):
+            regenerate(target, tokenizer, questions(1), output)
+
+
+def test_a_prompts_file_without_a_prompt_or_with_something_else_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    cases = (
+        (b"\n", "`prompts` must have a prompt at least, got none in"),
+        (b'{"prompt": "x"}\n\n{"pro\n', "Line 3 of .*prompts.jsonl must be a JSON object, got"),
+        (b"[]\n", "Line 1 of .*prompts.jsonl must be a JSON object, got"),
+        (b'{"prompt": "\xff"}\n', "Line 1 of .*prompts.jsonl must be a JSON object, got"),
+    )
+    for content, message in cases:
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(file)
+
+
+def test_a_share_without_a_prompt_is_a_file_too(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, output: Path
+) -> None:
+    for number in (1, 2):
+        regenerate(target, tokenizer, questions(1), output, max_new_tokens=1, shard=(number, 2))
+    assert [answer["id"] for answer in read_answers(output)] == ["q0"]
 
 
 def test_a_second_writer_is_turned_away(

@@ -444,6 +444,17 @@ def test_an_argument_out_of_range_is_refused_by_name(fields: dict[str, Any], wor
         arguments(tmp_path, **fields)
 
 
+def test_batches_are_pinned_where_there_is_an_accelerator_unless_it_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for available in (True, False):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda value=available: value)
+        for chosen, pinned in ((None, available), (True, True), (False, False)):
+            args = JetSpecTrainingArguments(str(tmp_path), dataloader_pin_memory=chosen)
+            assert args.dataloader_pin_memory is pinned
+
+
 def test_the_defaults_are_the_recipe_and_any_schedule_may_be_chosen(tmp_path: Path) -> None:
     args = JetSpecTrainingArguments(str(tmp_path), report_to="none")
     assert (args.learning_rate, args.adam_beta1, args.adam_beta2, args.weight_decay) == (3e-4, 0.9, 0.95, 0.0)

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ..command_line import at_least
 from ..tree import build_tree
 from .machine import machine, machine_lines, wait_for
 from .markdown import format_table, milliseconds
 from .measurement import quartiles
-from .options import add_machine_options, at_least, command
+from .options import add_machine_options, command
 
 WARM_UP = 3
 SPREAD = 3.0

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..command_line import at_least
 from ..decoding.drafter import DraftingKnobs
 from ..decoding.step_costs import StepCosts
 from ..modeling_jetspec import JetSpecDraftHead
@@ -29,7 +30,7 @@ from .machine import machine, machine_lines
 from .markdown import format_table, milliseconds
 from .measurement import Measurement
 from .methods import AUTO, PLAIN, TREE, Method, tree_method
-from .options import add_machine_options, at_least, check_options, command, load_models
+from .options import add_machine_options, check_options, command, load_models
 from .report import AUTO_TREE, summarise
 from .runner import Benchmark, Case, Differences, Run
 from .tasks import Prompt, encode, read_tasks

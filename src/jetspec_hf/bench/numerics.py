@@ -21,6 +21,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from ..command_line import at_least
 from ..decoding.drafter import DraftingKnobs
 from .machine import machine, machine_lines
 from .markdown import format_table
@@ -29,7 +30,6 @@ from .options import (
     add_machine_options,
     add_model_options,
     add_prompt_options,
-    at_least,
     check_options,
     command,
     ending,

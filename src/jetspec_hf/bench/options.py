@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..command_line import at_least, check_writable, usable_device
 from ..modeling_jetspec import JetSpecDraftHead
 from .oracle import OracleHead
 
@@ -40,7 +41,7 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of all models (%(default)s)")
-    parser.add_argument("--device", type=torch.device, default=torch.device(device), help="(%(default)s)")
+    parser.add_argument("--device", type=usable_device, default=torch.device(device), help="(%(default)s)")
     parser.add_argument(
         "--threads", type=at_least(1), default=torch.get_num_threads(), help="torch threads (%(default)s)"
     )
@@ -139,17 +140,6 @@ def ending(config: GenerationConfig | None) -> dict[str, Any]:
     return {"eos_token_id": eos, "pad_token_id": pad}
 
 
-def at_least(smallest: int) -> Any:
-    """The type of an option that is an integer of at least `smallest`."""
-
-    def integer(text: str) -> int:
-        if not text.isdecimal() or int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {smallest}, got {text!r}")
-        return int(text)
-
-    return integer
-
-
 def _probability(text: str) -> float:
     try:
         value = float(text)
@@ -183,5 +173,10 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, 
             parser.error(f"--{name.replace('_', '-')} must not repeat a value, got {' '.join(map(str, values))}")
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json must lie in a folder that exists, got {options.json}")
+    if options.json is not None:
+        try:
+            check_writable(options.json, "--json")
+        except OSError as error:
+            parser.error(str(error))
     if getattr(options, "plots", None) is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plots needs matplotlib: pip install 'jetspec_hf[plots]'")

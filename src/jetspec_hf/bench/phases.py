@@ -17,6 +17,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..command_line import at_least
 from ..decoding.drafter import DraftingKnobs
 from ..decoding.output import PHASES
 from ..modeling_jetspec import JetSpecDraftHead
@@ -27,7 +28,6 @@ from .methods import PLAIN, Method, tree_method
 from .options import (
     add_machine_options,
     add_model_options,
-    at_least,
     check_options,
     command,
     head_name,

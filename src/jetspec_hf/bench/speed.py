@@ -19,6 +19,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ..command_line import at_least
 from ..decoding.drafter import DraftingKnobs
 from .machine import PeakMemory, bytes_of, machine, machine_lines
 from .methods import AUTO, DECODINGS, FIXED_BUDGETS, PROMPT_LOOKUP_TOKENS, STOCK_CHAIN, Method, methods
@@ -26,7 +27,6 @@ from .options import (
     add_machine_options,
     add_model_options,
     add_prompt_options,
-    at_least,
     check_options,
     command,
     ending,

@@ -86,8 +86,9 @@ def summary(answers: Sequence[Answer]) -> Text:
     stats = AcceptanceStats(accepted_lengths=[lengths])
     tokens, seconds = sum(len(given.token_ids) for given in answers), sum(given.seconds for given in answers)
     drafted = sum(lengths) - len(lengths)
+    drafting = f"τ {stats.mean_acceptance_length:.2f}" if lengths else "no draft was needed"
     return Text.assemble(
-        f"τ {stats.mean_acceptance_length:.2f}, {tokens / seconds:.1f} tokens/s, {tokens} tokens: ",
+        f"{drafting}, {tokens / seconds:.1f} tokens/s, {tokens} token{'' if tokens == 1 else 's'}: ",
         (f"{drafted} drafted", DRAFTED),
         ", ",
         (f"{tokens - drafted} the target's own", OWN),

@@ -1,5 +1,6 @@
 """The commands together, and what a failure looks like: one line on stderr, and an exit code."""
 
+import json
 import sys
 from importlib.metadata import version as installed_version
 from typing import Annotated, Any
@@ -53,8 +54,11 @@ def in_one_line(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         return f"this command needs `{error.name}`: pip install 'jetspec_hf[{EXTRAS[error.name]}]'"
     said = error.format_message() if isinstance(error, UsageError) else str(error)
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None and error.strerror:
+        said = f"{error.filename}: {error.strerror}"
     message = " ".join(said.split())
-    known = isinstance(error, UsageError) or (message and type(error) in (ValueError, OSError, RuntimeError))
+    said_by_python = isinstance(error, json.JSONDecodeError | UnicodeError)  # of what, it does not say
+    known = isinstance(error, (UsageError, ValueError, OSError, RuntimeError)) and message and not said_by_python
     return message if known else f"{type(error).__name__}: {message}"
 
 
@@ -65,16 +69,19 @@ def _print_version(wanted: bool) -> None:
 
 
 def jetspec(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
 ) -> None:
     """JetSpec speculative decoding: the same text in fewer forwards of the big model."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 app = typer.Typer(cls=Commands, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
-app.callback(epilog=examples("jetspec generate --help"))(jetspec)
+app.callback(invoke_without_command=True, epilog=examples("jetspec generate --help"))(jetspec)
 app.command("generate", epilog=examples(*generate.EXAMPLES))(generate.generate)
 app.command("chat", epilog=examples(*chat.EXAMPLES))(chat.chat)
 app.command("regenerate", context_settings=FORWARDED)(regenerate.regenerate)

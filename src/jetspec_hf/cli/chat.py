@@ -11,7 +11,7 @@ from rich.console import Console
 
 from . import options
 from .answers import Answer, answer, summary
-from .models import Models, generation_options
+from .models import Models, generation_options, reading_text
 
 with contextlib.suppress(ImportError):  # not on Windows
     import readline  # noqa: F401  (`input` edits lines with it)
@@ -30,14 +30,9 @@ class Conversation:
         models (`Models`): Who answers.
         system (`str`, *optional*): What the target is told first.
         thinking (`bool`, *optional*): The chat template's `enable_thinking`.
-
-    Raises:
-        ValueError: If the tokenizer has no chat template.
     """
 
     def __init__(self, models: Models, system: str | None = None, thinking: bool | None = None) -> None:
-        if models.tokenizer.chat_template is None:
-            raise ValueError("A chat needs a tokenizer with a chat template, got one without: use `jetspec generate`.")
         self._models = models
         self._system = system
         self._thinking = thinking
@@ -95,7 +90,7 @@ def chat(
 
     Each line is a turn, /stats tells how drafting goes, /reset forgets the conversation, /quit ends it.
     """
-    conversation = Conversation(Models.load(head, target, dtype, device, tree_budget), system, thinking)
+    conversation = Conversation(Models.load(head, target, dtype, device, tree_budget, chat=True), system, thinking)
     chosen = generation_options(max_new_tokens, temperature, seed)
     console, notes = Console(), Console(stderr=True)
     notes.print(COMMANDS)
@@ -116,6 +111,6 @@ def chat(
 def _lines() -> Iterator[str]:
     """What the user types, or what is piped in."""
     prompt = "> " if sys.stdin.isatty() else ""
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError), reading_text():
         while True:
             yield input(prompt).strip()

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 from transformers import AutoModelForCausalLM
 
+from ..command_line import check_model
 from ..hub import FORMATS, read_checkpoint, serve_command, write_checkpoint
 from ..hub.serving import ENGINES
 from .models import only_show_progress_to_people
@@ -40,19 +41,23 @@ def convert(
         typer.Option("--head-type", help="Causal or bidirectional blocks, where the keys contradict each other."),
     ] = None,
 ) -> None:
-    """Write a head in another checkpoint format, and print the commands that serve it.
+    """Write a head in another checkpoint format, and print the commands that serve it, if an engine reads it.
 
     What the format or its engines cannot say of the head is told on standard error.
     """
     only_show_progress_to_people()
+    check_model(head, "HEAD")
     loaded = None
     if load_target:
         if target is None:
             raise typer.BadParameter("needs `--target`", param_hint="--load-target")
+        check_model(target, "`--target`", is_target=True)
         loaded = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     read = read_checkpoint(head, source, target=loaded, head_type=head_type)
     for warning in write_checkpoint(read, folder, to, target=loaded, target_name_or_path=target):
         typer.echo(f"warning: {warning}", err=True)
-    for engine, formats in ENGINES.items():
-        if to in formats:
-            typer.echo(serve_command(folder, engine, target or read.config.target_name_or_path or "TARGET"))
+    engines = [engine for engine, formats in ENGINES.items() if to in formats]
+    for engine in engines:
+        typer.echo(serve_command(folder, engine, target or read.config.target_name_or_path or "TARGET"))
+    if not engines:
+        typer.echo(f"The head is in {folder}, in the {to} format.")

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from . import options
 from .answers import answer, summary
-from .models import Models, generation_options
+from .models import Models, generation_options, reading_text
 
 EXAMPLES = (
     'jetspec generate "Why is the sky blue?" --head JetSpec/jetspec-qwen3-8b --target Qwen/Qwen3-8B',
@@ -41,7 +41,10 @@ def generate(
     if prompt is None:
         if sys.stdin.isatty():
             raise typer.BadParameter("give it, or pipe it in", param_hint="PROMPT")
-        prompt = sys.stdin.read()
+        with reading_text():
+            prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise typer.BadParameter("must have text to go on from, got none", param_hint="PROMPT")
     models = Models.load(head, target, dtype, device, tree_budget)
     input_ids = models.prompt_ids(prompt, chat_template, thinking)
     given = answer(models, input_ids, None, Console(), **generation_options(max_new_tokens, temperature, seed))

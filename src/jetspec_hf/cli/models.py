@@ -1,12 +1,15 @@
 """Target, head and tokenizer of a command, and what it asks of `generate`."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
+from ..command_line import check_model
 from ..modeling_jetspec import JetSpecDraftHead
 
 
@@ -25,7 +28,9 @@ class Models:
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
-    def load(cls, head: str, target: str | None, dtype: str, device: str, tree_budget: str | None) -> "Models":
+    def load(
+        cls, head: str, target: str | None, dtype: str, device: str, tree_budget: str | None, chat: bool = False
+    ) -> "Models":
         """Loads them.
 
         Args:
@@ -34,22 +39,30 @@ class Models:
             dtype (`str`): Of both.
             device (`str`): Of both; `"auto"` spreads them.
             tree_budget (`str`, *optional*): A number or `"auto"`; the head's own when missing.
+            chat (`bool`, defaults to `False`): Whether a chat template is needed.
 
         Raises:
-            ValueError: If no target is given and the head does not name one.
+            ValueError: If no target is given and the head does not name one, if the target is a head itself, or if a
+                chat template is needed and missing.
+            OSError: If a model is not there.
         """
         only_show_progress_to_people()
+        check_model(head, "`--head`")
         loaded = JetSpecDraftHead.from_pretrained(head, dtype=dtype, device_map=device)
         if tree_budget is not None:
             loaded.generation_config.tree_budget = int(tree_budget) if tree_budget.isdecimal() else tree_budget
         name = loaded.config.target_name_or_path if target is None else target
         if name is None:
             raise ValueError(f"`--target` must be given, got none: the head {head} does not name the one it is for.")
-        return cls(
-            target=AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device).eval(),
-            head=loaded,
-            tokenizer=AutoTokenizer.from_pretrained(name),
-        )
+        named = f"`--target`, which is not given and which the head {head} names,"
+        check_model(name, "`--target`" if target is not None else named, is_target=True)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        if chat and tokenizer.chat_template is None:
+            raise ValueError(
+                f"A chat needs a tokenizer with a chat template, got {name} without: use `jetspec generate`."
+            )
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device).eval()
+        return cls(target=model, head=loaded, tokenizer=tokenizer)
 
     def prompt_ids(self, prompt: str, chat_template: bool, thinking: bool | None) -> list[int]:
         """The token ids of a prompt.
@@ -89,6 +102,15 @@ class Models:
             text (`str`): A rendered conversation, or a part of it.
         """
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@contextlib.contextmanager
+def reading_text() -> Iterator[None]:
+    """Says of which encoding standard input must be where it is of another."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Standard input must be text in {error.encoding}, got other bytes.") from error
 
 
 def only_show_progress_to_people() -> None:

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from huggingface_hub import constants
 from transformers import AutoTokenizer
 
+from ..command_line import check_model
 from ..hub import push_head
 from ..modeling_jetspec import JetSpecDraftHead
 from .models import only_show_progress_to_people
@@ -34,13 +36,23 @@ def push(
     A card that is there is brought up to date, not replaced. Who you are: `hf auth login`.
     """
     only_show_progress_to_people()
-    commit = push_head(
-        JetSpecDraftHead.from_pretrained(head, dtype="auto"),
-        repo_id,
-        tokenizer=None if tokenizer is None else AutoTokenizer.from_pretrained(tokenizer),
-        results=results or (),
-        license=licence,
-        private=private,
-        commit_message=message,
-    )
+    check_model(head, "HEAD")
+    if tokenizer is not None:
+        check_model(tokenizer, "`--tokenizer`")
+    loaded = JetSpecDraftHead.from_pretrained(head, dtype="auto")
+    tokens = None if tokenizer is None else AutoTokenizer.from_pretrained(tokenizer)
+    try:
+        commit = push_head(
+            loaded,
+            repo_id,
+            tokenizer=tokens,
+            results=results or (),
+            license=licence,
+            private=private,
+            commit_message=message,
+        )
+    except ValueError:  # of the head or its card, not of the way there
+        raise
+    except Exception as error:  # which HTTP library it is from depends on the version of huggingface_hub
+        raise OSError(f"{repo_id} could not be pushed to {constants.ENDPOINT}: {error}") from error
     typer.echo(commit)

@@ -6,6 +6,7 @@ author's and stays.
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -63,7 +64,8 @@ def make_card(
     Raises:
         ValueError: If results are of another kind, or the markers of `existing` are not a pair.
     """
-    given = [results] if isinstance(results, str | Path | Mapping) else results
+    if not isinstance(given := [results] if isinstance(results, str | Path | Mapping) else results, Sequence):
+        raise ValueError(f"`results` must be what `python -m jetspec_hf.bench --json` writes, got {results!r}.")
     reports = [_report(result) for result in given]
     data = ModelCardData(
         base_model=_hub_id(head),
@@ -72,7 +74,7 @@ def make_card(
         license=license or (existing.data.get("license") if existing is not None else None),
         pipeline_tag="text-generation",
         tags=[*TAGS, *(["custom_generate"] if custom_generate else [])],
-        model_name=name.rsplit("/", 1)[-1],
+        model_name=name.rsplit("/", 1)[-1] if reports or existing is not None else None,
         eval_results=[metric for report in reports for metric in report["metrics"]] or None,
     )
     target = public_name(head.config.target_name_or_path) or "the target"
@@ -86,16 +88,19 @@ def make_card(
         tokenizer=tokenizer,
         custom_generate=custom_generate,
         reports=reports,
-        training=None if provenance is None else _training(provenance),
+        training=None if provenance is None else _trained(provenance),
         serving=_serving(head, target),
         licence=_licence(data.license, target),
     )
     section = f"{BEGIN}\n{card.text.strip()}\n{END}"
     if existing is None:
-        card.text = f"# {data.model_name}\n\n{section}\n"
+        card.text = f"# {name.rsplit('/', 1)[-1]}\n\n{section}\n"
         return card
     card = ModelCard(existing.content)
-    card.text = _with_section(card.text, section)
+    windows = "\r\n" in card.text
+    card.text = _with_section(card.text.replace("\r\n", "\n"), section)
+    if windows:
+        card.text = card.text.replace("\n", "\r\n")
     _add_metadata(card.data, data)
     if license is not None:
         card.data["license"] = license
@@ -137,12 +142,23 @@ def _add_metadata(data: Any, fresh: ModelCardData) -> None:
     data.tags = [*(data.tags or []), *(tag for tag in fresh.tags or () if tag not in (data.tags or []))]
     others = [result for result in data.eval_results or [] if result.metric_type not in METRICS]
     data.eval_results = [*others, *(fresh.eval_results or [])] or None
-    data.model_name = (data.model_name or fresh.model_name) if data.eval_results else None
+    if data.eval_results:
+        data.model_name = data.model_name or fresh.model_name
+    elif data.model_name == fresh.model_name:  # ours, which only figures need
+        data.model_name = None
+    data["language"] = _languages(data.get("language"))
     if data.base_model is None:
         data["base_model_relation"] = fresh.get("base_model_relation")
     for name in ("base_model", "library_name", "pipeline_tag", "license"):
         if data.get(name) is None:
             data[name] = fresh.get(name)
+
+
+def _languages(language: Any) -> Any:
+    """Norwegian, which YAML reads as `False`."""
+    if isinstance(language, list):
+        return [_languages(one) for one in language]
+    return "no" if language is False else language
 
 
 def _facts(head: JetSpecDraftHead) -> list[tuple[str, str]]:
@@ -165,38 +181,51 @@ def _facts(head: JetSpecDraftHead) -> list[tuple[str, str]]:
 
 def _report(result: Results) -> dict[str, Any]:
     """What the template needs of one run of the speed benchmark."""
-    found = json.loads(Path(result).read_text(encoding="utf-8")) if isinstance(result, str | Path) else result
+    file = f" ({result})" if isinstance(result, str | Path) else ""
     try:
+        found = json.loads(Path(result).read_text(encoding="utf-8")) if isinstance(result, str | Path) else result
         machine, settings = found["machine"], found["settings"]
         rows = [row for row in found["summary"] if row["method"] != _PLAIN]
         return {
-            "machine": (
+            "machine": _one_line(
                 f"{machine['description']}; device: {machine['device']}; cores: {machine['cores']}, torch threads: "
                 f"{machine['threads']}"
             ),
-            "settings": (
+            "settings": _one_line(
                 f"target {settings['target']}, {settings['dtype']}, batch size {settings['batch_size']}, at most "
                 f"{settings['max_new_tokens']} new tokens, repeats: {settings['repeats']}"
             ),
             "rows": [_cells(row) for row in rows],
             "metrics": [metric for row in rows for metric in _metrics(row)],
         }
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        problem = f"something without {error} in it" if isinstance(error, KeyError) else f"something else: {error}"
         raise ValueError(
-            f"`results` must be what `python -m jetspec_hf.bench --json` writes, got something without {error} in it."
+            f"`results` must be what `python -m jetspec_hf.bench --json` writes, got {problem}{file}."
         ) from error
+
+
+def _one_line(text: object) -> str:
+    """Text that can stand in a cell of a table, and ends no section of the card."""
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<!--", "&lt;!--")
+
+
+def _finite(value: float) -> float:
+    if isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"a figure must be a finite number, got {value!r}")
+    return value
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     tau, (lower, middle, upper) = row["mean_acceptance_length"], row["speedup"]
     return [
-        f"{row['task']} ({row['prompts']} prompts)",
-        row["decoding"],
-        row["method"],
-        "-" if tau is None else f"{tau:.2f}",
-        f"{middle:.2f} ({lower:.2f}–{upper:.2f})",
-        f"{row['tokens_per_second']:.1f}",
-        f"{row['identical']} of {row['prompts']}",
+        _one_line(f"{row['task']} ({row['prompts']} prompts)"),
+        _one_line(row["decoding"]),
+        _one_line(row["method"]),
+        "-" if tau is None else f"{_finite(tau):.2f}",
+        f"{_finite(middle):.2f} ({_finite(lower):.2f}–{_finite(upper):.2f})",
+        f"{_finite(row['tokens_per_second']):.1f}",
+        _one_line(f"{row['identical']} of {row['prompts']}"),
     ]
 
 
@@ -205,8 +234,8 @@ def _metrics(row: Mapping[str, Any]) -> list[EvalResult]:
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=row["task"],
-            dataset_name=row["task"],
+            dataset_type=_one_line(row["task"]),
+            dataset_name=_one_line(row["task"]),
             metric_type=metric,
             metric_name=f"{METRICS[metric]}, {row['method']}, {row['decoding']}",
             metric_value=round(value, 3),
@@ -214,6 +243,15 @@ def _metrics(row: Mapping[str, Any]) -> list[EvalResult]:
         for metric, value in values.items()
         if value is not None and row["method"].startswith(("tree", "chain"))  # prompt lookup needs no head
     ]
+
+
+def _trained(provenance: Mapping[str, Any]) -> str:
+    try:
+        return _training(provenance)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"`training_provenance.json` must be what the trainer writes, got something else: {error!r}."
+        ) from error
 
 
 def _training(provenance: Mapping[str, Any]) -> str:

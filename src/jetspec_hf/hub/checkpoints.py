@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from ..configuration_jetspec import JetSpecConfig
 from ..modeling_jetspec import JetSpecDraftHead
+from ..published_config import check_causality, check_head_type, check_kinds
+from ..weight_files import INDEX, WEIGHTS, check_types
 from .files import find_folder, plain_names, read_config, read_tensors, write_files
 from .formats import FOREIGN, OURS, recognised_formats
 from .formats.layout import Checkpoint, Reading, Writing
@@ -22,6 +24,15 @@ from .limits import warnings_for
 #: The formats by name, and whose they are.
 FORMATS = {OURS: "this library's, with all that a head has"} | {
     name: layout.meaning for name, layout in FOREIGN.items()
+}
+
+_TYPES = {
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
 }
 
 
@@ -93,6 +104,7 @@ def read_checkpoint(
     """
     folder = find_folder(path, subfolder, revision=revision, token=token, cache_dir=cache_dir)
     config = read_config(folder)
+    check_head_type(head_type)
     if format is None:
         format = detect_format(config)
     elif format not in FORMATS:
@@ -100,15 +112,17 @@ def read_checkpoint(
     if unknown := sorted(fields.keys() - JetSpecConfig.__annotations__.keys()):
         raise ValueError(f"`{unknown[0]}` must be a field of `JetSpecConfig`, got {fields[unknown[0]]!r} for it.")
     try:
+        check_kinds(config)
         tensors = read_tensors(folder)
         if format == OURS:  # with its knobs
+            check_causality({**config, **fields}, head_type)
             _check_tensors(tensors, JetSpecConfig.from_dict({**config, **fields}))
             head: JetSpecDraftHead = JetSpecDraftHead.from_pretrained(folder, dtype=dtype, **fields)
             return head
         given = Checkpoint({**config, **_known_to_all(fields)}, plain_names(tensors, _fused_sizes(config)))
         canonical = FOREIGN[format].read(given, Reading(head_type, target))
         return _head_of(Checkpoint({**canonical.config, **fields}, canonical.tensors), dtype)
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
         raise ValueError(f"{path} as a checkpoint in the {format} format: {error}") from error
 
 
@@ -133,6 +147,8 @@ def _fused_sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _head_of(checkpoint: Checkpoint, dtype: str | torch.dtype) -> JetSpecDraftHead:
     config = JetSpecConfig.from_dict(checkpoint.config)
     _check_tensors(checkpoint.tensors, config)
+    types = {name: _TYPES.get(tensor.dtype, str(tensor.dtype)) for name, tensor in checkpoint.tensors.items()}
+    check_types(types, "the checkpoint", warn=dtype == "auto")
     head: JetSpecDraftHead = JetSpecDraftHead.from_pretrained(
         None, config=config, state_dict=checkpoint.tensors, dtype=dtype
     )
@@ -141,8 +157,11 @@ def _head_of(checkpoint: Checkpoint, dtype: str | torch.dtype) -> JetSpecDraftHe
 
 def _check_tensors(tensors: dict[str, torch.Tensor], config: JetSpecConfig) -> None:
     """Names and shapes, before anything is made of the size that a configuration claims."""
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in JetSpecDraftHead(config).state_dict().items()}
+    try:
+        with torch.device("meta"):
+            expected = {name: tuple(tensor.shape) for name, tensor in JetSpecDraftHead(config).state_dict().items()}
+    except RuntimeError as error:
+        raise ValueError(f"The sizes of the config must fit into memory, got {error}.") from error
     for names, what in ((expected.keys() - tensors.keys(), "missing"), (tensors.keys() - expected.keys(), "too many")):
         if names:
             raise ValueError(f"The tensors must be exactly those the config describes, got {what}: {sorted(names)}.")
@@ -179,15 +198,15 @@ def write_checkpoint(
     if format not in FORMATS:
         raise ValueError(f"`format` must be one of {', '.join(FORMATS)}, got {format!r}.")
     folder = Path(folder)
-    if taken := [name for name in ("config.json", "model.safetensors") if (folder / name).exists()]:
+    if taken := [name for name in ("config.json", WEIGHTS, INDEX) if os.path.lexists(folder / name)]:
         raise FileExistsError(f"`folder` must hold no checkpoint yet, got {folder} with a `{taken[0]}`.")
     head.check_finite()
-    if format == OURS:
-        head.save_pretrained(folder)
     config = cast(JetSpecConfig, copy.deepcopy(head.config))
     config.target_name_or_path = target_name_or_path or config.target_name_or_path
     if format == OURS:
-        config.save_pretrained(folder)
+        renamed = copy.copy(head)  # the weights are the head's own, the target's name is not
+        renamed.config = config
+        renamed.save_pretrained(folder)
         return []
     lost = warnings_for(config, format)
     tensors = head.state_dict()

@@ -15,7 +15,8 @@ REQUIREMENTS = "transformers>=5.20\ntorch>=2.6\n"  # one bound a line is all tha
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ENTRY = Path(__file__).resolve().with_name("generate.py")
-_HEADER = f"# From jetspec_hf {__version__} (Apache-2.0), which is the place to change it.\n"
+_OURS = b"# From jetspec_hf "
+_HEADER = f"{_OURS.decode()}{__version__} (Apache-2.0), which is the place to change it.\n"
 
 
 def custom_generate_files() -> dict[str, str]:
@@ -37,14 +38,18 @@ def custom_generate_files() -> dict[str, str]:
 
 
 def write_custom_generate(folder: str | Path) -> None:
-    """Writes the files into `custom_generate` of a head's folder.
+    """Writes the files into `custom_generate` of a head's folder, and deletes modules of ours that are no longer used.
 
     Args:
         folder (`str` or `Path`): The head's.
     """
     place = Path(folder) / FOLDER
     place.mkdir(parents=True, exist_ok=True)
-    for name, text in custom_generate_files().items():
+    files = custom_generate_files()
+    for module in place.glob("*.py"):
+        if module.name not in files and module.read_bytes().startswith(_OURS):
+            module.unlink()  # of an earlier version
+    for name, text in files.items():
         (place / name).write_text(text, encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..modeling_jetspec import ONLY_SAFETENSORS
+from ..weight_files import ADAPTERS, INDEX, WEIGHTS, read_json, shard_names
 
 _READ = ("*.json", "*.safetensors")
 _PREFIXES = ("_orig_mod.", "module.", "model.", "draft_model.")
@@ -61,14 +62,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: If it is no JSON, or no dictionary.
     """
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # of the encoding as well
-        raise ValueError(f"{file} must be JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} must hold a dictionary, got {type(config).__name__}.")
-    return config
+    return read_json(folder / "config.json")
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -82,12 +76,15 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
     Raises:
         OSError: If there is no safetensors file, or a shard is missing.
-        ValueError: If a file is damaged; the message names the first tensor that is cut off.
+        ValueError: If a file is damaged (the message names the first tensor that is cut off), if there are adapters, or
+            both a whole file and an index.
     """
     if (folder / _MASK_EMBEDDING).exists():
         raise ValueError(
             f"{folder} must have no `{_MASK_EMBEDDING}`, got one: such a head does not embed masks as its target does."
         )
+    if (folder / ADAPTERS).exists():
+        raise ValueError(f"{folder} must have no adapters beside the weights, got an `{ADAPTERS}`.")
     tensors: dict[str, torch.Tensor] = {}
     for file in _weight_files(folder):
         try:
@@ -104,18 +101,17 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = folder / WEIGHTS, folder / INDEX
+    if single.is_file() and index.is_file():
+        raise ValueError(
+            f"{folder} must have a `{WEIGHTS}` or an index of shards, got both: one of them is out of date."
+        )
     if single.is_file():
         return [single]
     if not index.is_file():
         raise OSError(f"{folder} must have a `model.safetensors` or its index, got neither. {ONLY_SAFETENSORS}")
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"`weight_map` of {index} must map tensors to files.") from error
+    shards = shard_names(index)
     for shard in shards:
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ValueError(f"`weight_map` of {index} must name safetensors files beside it, got {shard!r}.")
         if not (folder / shard).is_file():
             raise OSError(f"{folder} must have the shard {shard}, got no such file.")
     return [folder / shard for shard in shards]
@@ -159,8 +155,8 @@ def plain_names(tensors: dict[str, torch.Tensor], sizes: dict[str, tuple[int, ..
         fused = next((part for part in short.split(".") if part in _FUSED), None)
         parts = {short: tensor}
         if fused is not None:
-            if tensor.shape[0] != sum(sizes[fused]):
-                raise ValueError(f"`{name}` must have {sum(sizes[fused])} rows, got {tensor.shape[0]}.")
+            if tensor.dim() == 0 or tensor.shape[0] != sum(sizes[fused]):
+                raise ValueError(f"`{name}` must have {sum(sizes[fused])} rows, got shape {tuple(tensor.shape)}.")
             names = [short.replace(fused, part) for part in _FUSED[fused]]
             parts = dict(zip(names, tensor.split(sizes[fused]), strict=True))
         if twice := sorted(parts.keys() & plain.keys()):
@@ -180,4 +176,4 @@ def write_files(folder: Path, config: dict[str, Any], tensors: dict[str, torch.T
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})

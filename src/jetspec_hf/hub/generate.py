@@ -55,10 +55,19 @@ def generate(model: PreTrainedModel, assistant_model: Any = None, **kwargs: Any)
         embeddings: Any = model.get_input_embeddings().weight
         dtype = embeddings.dtype if embeddings.is_floating_point() else model.dtype
         device = "cpu" if embeddings.device.type == "meta" else str(embeddings.device)
-        assistant_model = _load_head(os.fspath(assistant_model), dtype, device, places)
+        assistant_model = _load_head(os.fspath(assistant_model), dtype, device, places, _files(assistant_model))
     return model.generate(assistant_model=assistant_model, **kwargs)  # type: ignore[operator]
 
 
+def _files(path: str | os.PathLike[str]) -> tuple[tuple[str, int, int], ...]:
+    """Names, times and sizes of a folder's files, which change when another head is saved into it."""
+    if not os.path.isdir(path):
+        return ()
+    files = [(entry.name, entry.stat()) for entry in os.scandir(path) if entry.is_file()]
+    return tuple(sorted((name, about.st_mtime_ns, about.st_size) for name, about in files))
+
+
 @lru_cache(maxsize=1)
-def _load_head(path: str, dtype: Any, device: str, places: tuple[tuple[str, Any], ...]) -> Any:
+def _load_head(path: str, dtype: Any, device: str, places: tuple[tuple[str, Any], ...], files: Any) -> Any:
+    """The head of a folder as it was when it had these files, or of a repository."""
     return JetSpecDraftHead.from_pretrained(path, dtype=dtype, **dict(places)).to(device).eval()

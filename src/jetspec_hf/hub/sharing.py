@@ -4,20 +4,22 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from huggingface_hub import CommitInfo, HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
+from yaml import YAMLError  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from ..modeling_jetspec import JetSpecDraftHead
+from ..weight_files import INDEX, SHARDS, WEIGHTS, read_json
 from .card import Results, make_card, public_name
 from .custom_generate import FOLDER, write_custom_generate
 
 CARD = "README.md"
 PROVENANCE = "training_provenance.json"  # as `training.provenance` writes it
-_WEIGHTS = "model.safetensors"
 
 
 def write_companions(
@@ -44,25 +46,57 @@ def write_companions(
         name (`str`, *optional*): What the card calls the head, a Hub id for instance; the folder's name when missing.
 
     Raises:
-        ValueError: If `results` are of another kind, or the card that is there cannot be brought up to date.
+        ValueError: If `results` or the record of the training are of another kind, or the card that is there cannot be
+            brought up to date. Nothing is written then.
     """
     place = Path(folder)
+    card = _card(head, place, tokenizer, results, license, custom_generate, name)
     if tokenizer is not None:
         tokenizer.save_pretrained(place)
     if custom_generate:
         write_custom_generate(place)
-    provenance = place / PROVENANCE
-    card = make_card(
+    card.save(place / CARD)
+
+
+def check_companions(head: JetSpecDraftHead, folder: str | Path, **companions: Any) -> None:
+    """Checks that [`write_companions`] can do its part, before a head's weights are written.
+
+    Args:
+        head ([`JetSpecDraftHead`]): The head.
+        folder (`str` or `Path`): Where it shall be saved.
+        companions: As [`write_companions`] takes them.
+
+    Raises:
+        ValueError: See [`write_companions`].
+    """
+    _card(head, Path(folder), **companions)
+
+
+def _card(
+    head: JetSpecDraftHead,
+    place: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    results: Results | Sequence[Results] = (),
+    license: str | None = None,
+    custom_generate: bool = False,
+    name: str | None = None,
+) -> ModelCard:
+    """The card as it will be once the companions lie there."""
+    provenance, card = place / PROVENANCE, place / CARD
+    try:
+        existing = ModelCard.load(card) if card.is_file() else None
+    except (ValueError, TypeError, YAMLError) as error:  # of the encoding, the metadata or their syntax
+        raise ValueError(f"{card} must be a model card in UTF-8, got {error}: repair it by hand.") from error
+    return make_card(
         head,
         name or place.resolve().name,
         results=results,
-        provenance=json.loads(provenance.read_text(encoding="utf-8")) if provenance.is_file() else None,
+        provenance=read_json(provenance) if provenance.is_file() else None,
         license=license,
-        tokenizer=(place / "tokenizer_config.json").is_file(),
-        custom_generate=(place / FOLDER).is_dir(),
-        existing=ModelCard.load(place / CARD) if (place / CARD).is_file() else None,
+        tokenizer=tokenizer is not None or (place / "tokenizer_config.json").is_file(),
+        custom_generate=custom_generate or (place / FOLDER).is_dir(),
+        existing=existing,
     )
-    card.save(place / CARD)
 
 
 def push_head(
@@ -129,7 +163,7 @@ def push_head(
             commit_description=commit_description,
             revision=revision,
             create_pr=create_pr,
-            delete_patterns=f"{FOLDER}/*",  # modules of an earlier version
+            delete_patterns=[f"{FOLDER}/*", WEIGHTS, SHARDS, INDEX],  # of an earlier version, whole or in shards
         )
 
 
@@ -143,7 +177,7 @@ def _card_on_hub(api: HfApi, repo_id: str, revision: str | None) -> Path | None:
 def _collect(head: JetSpecDraftHead, folder: Path, card: Path | None) -> None:
     """Puts what is known of these weights into the folder to be pushed."""
     source = Path(head.name_or_path or "")
-    unchanged = _has_weights_of(head, source / _WEIGHTS)
+    unchanged = _has_weights_of(head, source / WEIGHTS)
     if card is None and unchanged:
         card = source / CARD
     for file in (card, source / PROVENANCE if unchanged else None):

@@ -50,6 +50,9 @@ class JetSpecTrainingArguments(TrainingArguments):
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Every parameter of a head takes part in every step, so there is no need."}
     )
+    dataloader_pin_memory: bool | None = field(  # type: ignore[assignment]  # a choice of the user's is kept
+        default=None, metadata={"help": "Whether batches are pinned; where there is an accelerator if not given."}
+    )
     anchors_per_row: int = field(default=256, metadata={"help": "Blocks drawn from a row at every visit."})
     max_length: int | None = field(default=None, metadata={"help": "Where rows are cut."})
     loss: str = field(default="forward_kl", metadata={"help": "'forward_kl' or 'hard_labels'."})
@@ -66,6 +69,8 @@ class JetSpecTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if self.lr_scheduler_type == "cosine_with_min_lr" and self.lr_scheduler_kwargs is None:
             self.lr_scheduler_kwargs = {"min_lr_rate": 0.1}
+        if self.dataloader_pin_memory is None:  # torch warns where it cannot
+            self.dataloader_pin_memory = torch.accelerator.is_available() and not torch.backends.mps.is_available()
         super().__post_init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
         for name in ("anchors_per_row", "max_length"):
             value = getattr(self, name)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -59,13 +59,16 @@ def read_prompts(
         `list[Prompt]`: In their order.
 
     Raises:
-        ValueError: If a prompt is not as described, or an id is there twice.
+        ValueError: If there is no prompt, if one is not as described, or if an id is there twice.
     """
     if isinstance(prompts, str | os.PathLike):
-        with Path(prompts).open(encoding="utf-8") as file:
-            rows = [json.loads(line) for line in islice((line for line in file if line.strip()), limit)]
+        rows: list[Mapping[str, Any]] = list(islice(read_objects(prompts), limit))
+        where = f" in {os.fspath(prompts)}"
     else:
         rows = list(islice(prompts, limit))
+        where = ""
+    if not rows:
+        raise ValueError(f"`prompts` must have a prompt at least, got none{where}.")
     read = [_read_prompt(row, number) for number, row in enumerate(rows)]
     if doubled := [name for name, times in Counter(prompt.id for prompt in read).items() if times > 1]:
         raise ValueError(
@@ -73,6 +76,28 @@ def read_prompts(
             "without an id are named by a hash of what they say; drop the repeated ones, or give them ids."
         )
     return read
+
+
+def read_objects(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file with one in each line; empty lines are left out.
+
+    Args:
+        path (`str` or `os.PathLike`): The file, in UTF-8.
+
+    Raises:
+        ValueError: If a line is something else.
+    """
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except ValueError:  # of the encoding, or of JSON
+                row = None
+            if not isinstance(row, dict):
+                raise ValueError(f"Line {number} of {os.fspath(path)} must be a JSON object, got {line[:80]!r}.")
+            yield row
 
 
 def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -24,10 +24,12 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
 
+from ..command_line import check_model
 from ..modeling_jetspec import JetSpecDraftHead
 from .arguments import JetSpecTrainingArguments
 from .draft_vocabulary import choose_draft_token_ids
 from .evaluation import AcceptanceCallback, acceptance_table, measure_acceptance
+from .prompts import read_objects
 from .rows import rows_from_answers
 from .simulation import Budget, simulate_budgets
 from .target_reader import TargetReader
@@ -120,10 +122,14 @@ def prompt_rows(file: str | None, tokenizer: Any) -> Iterator[dict[str, list[int
     Args:
         file (`str`, *optional*): JSONL with `prompt` in each line; no rows without it.
         tokenizer (`PreTrainedTokenizerBase`): The target's.
+
+    Raises:
+        ValueError: If a line has no such text.
     """
-    lines = [] if file is None else Path(file).read_text(encoding="utf-8").splitlines()
-    for line in lines:
-        token_ids = tokenizer(json.loads(line)["prompt"])["input_ids"]
+    for row in () if file is None else read_objects(file):
+        if not isinstance(row.get("prompt"), str):
+            raise ValueError(f"`prompt` must be a text in each line of {file}, got {row.get('prompt')!r}.")
+        token_ids = tokenizer(row["prompt"])["input_ids"]
         yield {"input_ids": token_ids, "loss_mask": [1] * len(token_ids)}
 
 
@@ -245,6 +251,7 @@ def train_head(run: TrainingRun, shape: HeadShape, args: JetSpecTrainingArgument
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     set_seed(args.seed)
+    check_model(run.target, "`--target`", is_target=True)
     rows, heldout = split_rows(run, args.max_length)
     print(f"{len(rows)} answers to train on, {len(heldout)} held out")
     target = AutoModelForCausalLM.from_pretrained(run.target, dtype=run.target_dtype).eval()
@@ -291,7 +298,12 @@ def read_options(parser: HfArgumentParser, arguments: Sequence[str]) -> dict[str
         arguments (`Sequence[str]`): The command line, whose first argument may be a recipe.
     """
     if arguments and arguments[0].endswith(".json"):
-        recipe = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+        try:
+            recipe = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            parser.error(f"the recipe {arguments[0]} must be a file with a JSON object: {error}")
+        if not isinstance(recipe, dict):
+            parser.error(f"the recipe {arguments[0]} must be a file with a JSON object, got {recipe!r}")
         arguments = [*as_arguments(recipe), *arguments[1:]]
     return vars(parser.parse_args(arguments))
 

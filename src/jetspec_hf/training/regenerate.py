@@ -23,7 +23,8 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .answers import AnswerFile, AnswerKey, check_shard_count, shard_path
+from ..command_line import at_least, check_model, check_writable, existing_file, usable_device
+from .answers import AnswerFile, AnswerKey, check_shard_count, read_answers, shard_path
 from .prompts import Prompt, PromptRenderer, prompts_fingerprint, read_prompts
 
 # Prompts are sorted by length among this many batches: enough that a batch hardly needs padding.
@@ -90,6 +91,7 @@ def regenerate(
 
     Raises:
         ValueError: If an argument or a prompt is not as described, or if the output was started with other settings.
+        OSError: If the output cannot be written.
         RuntimeError: If another process is writing the same output.
     """
     state = _process_state()
@@ -108,11 +110,12 @@ def regenerate(
     share = read_prompts(prompts, limit)[number - 1 :: count]
     writer.renderer.check(share)
     output = Path(output_path)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(shard_path(output, (number, count)), "`output_path`")
     check_shard_count(output, count)
     with AnswerFile(shard_path(output, (number, count))) as answers:
         settings = json.loads(json.dumps({**writer.settings(), "shard": f"{number}/{count}"}))  # as read again later
         segments = _agree_on_settings(answers, settings, share)
+        answers.path.touch()  # a share without a prompt is a file, too, or it would be missed
         _answer_all(writer, answers, segments, show_progress=state.is_main_process)
     if launched:
         state.wait_for_everyone()
@@ -366,22 +369,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m jetspec_hf.training.regenerate", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--target", required=True, help="folder or name of the target")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with `prompt`, `messages` or `turns`")
+    parser.add_argument(
+        "--prompts", type=existing_file, required=True, help="JSONL with `prompt`, `messages` or `turns`"
+    )
     parser.add_argument("--output", type=Path, required=True, help="JSONL of the answers; gone on with if there")
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="(%(default)s)"
     )
-    parser.add_argument("--device", help="`auto` spreads the target over all devices (default: that of the process)")
-    parser.add_argument("--batch-size", type=int, default=16, help="prompts answered at once (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="where answers are cut (%(default)s)")
-    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the target's generation config)")
-    parser.add_argument("--top-k", type=int, help="0 is off (default: the target's generation config)")
+    parser.add_argument(
+        "--device", type=_device, help="`auto` spreads the target over all devices (default: that of the process)"
+    )
+    parser.add_argument("--batch-size", type=at_least(1), default=16, help="prompts answered at once (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=512, help="where answers are cut (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=_temperature, help="0 is greedy (default: the target's generation config)"
+    )
+    parser.add_argument("--top-k", type=at_least(0), help="0 is off (default: the target's generation config)")
     parser.add_argument("--top-p", type=float, help="(default: the target's generation config)")
     parser.add_argument("--repetition-penalty", type=float, help="(default: the target's generation config)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
-    parser.add_argument("--limit", type=int, help="takes the first prompts only")
+    parser.add_argument("--limit", type=at_least(1), help="takes the first prompts only")
     parser.add_argument("--shard", type=_shard, help="which share to write, as in 1/4 (default: that of the process)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads (%(default)s)")
+    parser.add_argument(
+        "--threads", type=at_least(1), default=torch.get_num_threads(), help="torch threads (%(default)s)"
+    )
     parser.add_argument(
         "--no-chat-template", action="store_true", help="prompts are plain text for the target to go on"
     )
@@ -401,8 +412,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = parse(arguments)
     torch.set_num_threads(options.threads)
+    state = _process_state()
+    shard = options.shard or (state.process_index + 1, state.num_processes)
+    file = shard_path(options.output, shard)
+    check_writable(file, "`--output`")
+    read_prompts(options.prompts, options.limit)  # for what is wrong with them, before the target is loaded
+    check_model(options.target, "`--target`", is_target=True)
     target = AutoModelForCausalLM.from_pretrained(
-        options.target, dtype=options.dtype, device_map=options.device or str(_process_state().device)
+        options.target, dtype=options.dtype, device_map=options.device or str(state.device)
     )
     chosen = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "repetition_penalty")}
     generate_options = {name: value for name, value in chosen.items() if value is not None}
@@ -424,12 +441,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shard=options.shard,
         **generate_options,
     )
-    _process_state().destroy_process_group()
+    print(f"{sum(1 for _ in read_answers(file))} answers are in {file}")
+    state.destroy_process_group()
 
 
 def _shard(text: str) -> tuple[int, int]:
     number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"must be a share and how many there are, as in 1/4, got {text!r}")
     return int(number), int(count)
+
+
+def _device(text: str) -> str:
+    return text if text == "auto" else str(usable_device(text))
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ _WRITTEN = (*_OWN, *_IDS, "rope_parameters", "layer_types", "num_target_layers",
 
 
 def _read(checkpoint: Checkpoint, reading: Reading) -> Checkpoint:
+    if reading.head_type == "jetspec":
+        raise ValueError('`head_type` must be "dflash" or missing, got "jetspec": this format is bidirectional.')
     given = {key: value for key, value in checkpoint.config.items() if value is not None}
     if not given.get("rope_parameters"):
         given.setdefault("rope_theta", _THETA)

@@ -75,14 +75,16 @@ def _refuse_other_kinds(config: dict[str, Any]) -> None:
 
 def _causality(config: dict[str, Any], kinds: Any, head_type: str | None) -> bool | dict[str, bool]:
     """Full layers are bidirectional there, sliding ones causal unless said otherwise."""
-    if head_type is not None:
-        return head_type == "jetspec"
     non_causal = config.get("sliding_window_non_causal", False)
     if not isinstance(non_causal, bool):
         raise ValueError(f"`sliding_window_non_causal` must be `true` or `false`, got {non_causal!r}.")
     if non_causal or "sliding_attention" not in (kinds or []):
-        return False
-    return True if "full_attention" not in kinds else {"full_attention": False, "sliding_attention": True}
+        causal: bool | dict[str, bool] = False
+    else:
+        causal = True if "full_attention" not in kinds else {"full_attention": False, "sliding_attention": True}
+    if head_type is not None and causal is not (head_type == "jetspec"):
+        raise ValueError(f"`head_type` must not contradict the keys of this format, got {head_type!r} and {causal!r}.")
+    return causal
 
 
 def _target_layer_ids(config: dict[str, Any], layers: dict[str, Any], target: PreTrainedModel | None) -> list[int]:
@@ -131,11 +133,13 @@ def _take_draft_token_ids(
         if size != vocab_size:
             raise ValueError(f"`d2t` must be among the tensors, got none: `draft_vocab_size={size}` of {vocab_size}.")
         return None
-    if offsets.dim() != 1 or offsets.is_floating_point() or len(offsets) != size:
+    if offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32) or len(offsets) != size:
         raise ValueError(
             f"`d2t` must be `draft_vocab_size={size}` integers, got {offsets.dtype} of shape {tuple(offsets.shape)}."
         )
     token_ids = torch.arange(len(offsets)) + offsets.long()
+    if bool(((token_ids < 0) | (token_ids >= vocab_size)).any()):
+        raise ValueError(f"`d2t` must lead to tokens from 0 to {vocab_size - 1}, got some beyond.")
     if mask is not None and not torch.equal(mask.bool().nonzero().flatten(), token_ids):
         raise ValueError("`t2d` and `d2t` must list the same tokens in ascending order, got different ones.")
     return None if len(token_ids) == vocab_size and not offsets.any() else token_ids
