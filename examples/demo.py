@@ -34,7 +34,7 @@ from jetspec_hf import AcceptanceStats, JetSpecHead, TreePicture, draw_tree
 
 HEAD = Path(__file__).parent / "heads" / "gemma-3-270m"
 PROMPTS = (
-    "The three primary colours are",
+    "Question: A farmer has 12 rows of 8 apple trees. Each tree bears 20 apples. How many apples are there?\nAnswer:",
     "def fibonacci(n):\n",
     "Once upon a time, in a small village by the sea,",
 )
