@@ -195,7 +195,9 @@ def test_a_chat_through_pipes_has_no_colours_and_ends_with_ctrl_c(folders: Any) 
     command = [sys.executable, "-m", "jetspec_hf.cli", "chat", "--head", folders.head, "--max-new-tokens", "12"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(jetspec_hf.__file__).parents[1])}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes) as process:
+    # started in the background of a shell, the tests themselves may be deaf to Ctrl-C, and the child with them
+    listen: Any = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes, **listen) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write("hello\n")
