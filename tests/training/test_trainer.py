@@ -238,6 +238,10 @@ def test_a_saved_head_is_an_ordinary_one_with_its_provenance(tmp_path: Path) -> 
         assert written["arguments"]["learning_rate"] == 3e-4
         assert str(tmp_path) not in json.dumps(written)
     assert "use_cache" not in json.loads((tmp_path / "config.json").read_text())
+    card = (tmp_path / "README.md").read_text()
+    trainer.create_model_card(model_name="mine")  # as a push by the trainer does
+    assert (tmp_path / "README.md").read_text() == card
+    assert "JetSpec" in card
 
 
 def trained_weights(folder: Path, **fields: Any) -> dict[str, torch.Tensor]:

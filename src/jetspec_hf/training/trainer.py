@@ -310,6 +310,9 @@ class JetSpecTrainer(Trainer):
         if self.args.should_save and has_lora and folder.name.startswith(PREFIX_CHECKPOINT_DIR):
             adapters.save_lora(self.head, folder)
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves the card alone that the head wrote when it was saved: Trainer's own knows nothing of drafting."""
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if adapters.has_lora(self.head):
             adapters.load_lora(self.head, resume_from_checkpoint)
