@@ -85,6 +85,7 @@ def test_a_knob_out_of_range_is_named(target: PreTrainedModel, head: OracleHead,
         target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=head)
 
 
+@pytest.mark.fixed_budget
 @pytest.mark.parametrize("batch", [(9,), (9, 4)])
 def test_a_conversation_on_a_returned_cache_keeps_the_heads_context(
     target: PreTrainedModel, batch: tuple[int, ...]
@@ -256,6 +257,7 @@ def test_longrope_is_refused_where_positions_or_slots_cross_its_switch(padding: 
         target.generate(ids, attention_mask=mask, assistant_model=head, max_new_tokens=12, do_sample=False)
 
 
+@pytest.mark.fixed_budget
 @pytest.mark.parametrize("batch", [(9,), (9, 4)])
 def test_an_error_inside_the_heads_forward_leaves_no_half_drafted_block(
     target: PreTrainedModel, batch: tuple[int, ...]
