@@ -32,6 +32,11 @@ def test_a_table_of_a_plain_step_alone_says_that_nodes_are_free() -> None:
     assert StepCosts(0.0, {0: 1.0}).verify(9) == 1.0
 
 
+def test_a_table_that_falls_is_levelled_and_never_promises_free_nodes_beyond_its_end() -> None:
+    costs = StepCosts(0.0, {0: 1.0, 8: 4.0, 64: 2.0})
+    assert costs.verify(8) == costs.verify(64) == costs.verify(256) == 3.0
+
+
 def test_a_table_survives_json() -> None:
     costs = StepCosts(0.01, {0: 0.05, 8: 0.07})
     assert StepCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs

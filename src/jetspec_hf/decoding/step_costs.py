@@ -36,7 +36,7 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True)
 class StepCosts:
-    """A table of costs, with straight lines between its entries and beyond the last.
+    """A table of costs, with straight lines between its entries and beyond the last, and never falling.
 
     With such a table in `generation_config.step_costs` the sizes of trees depend on the text alone, so that a run
     repeats itself in half precision too.
@@ -104,7 +104,7 @@ class StepCosts:
         Args:
             nodes (`int`): Nodes besides the root.
         """
-        return _interpolate(sorted(self.verify_table.items()), nodes)
+        return _interpolate(_rising([(size, cost, 1) for size, cost in sorted(self.verify_table.items())]), nodes)
 
 
 @dataclass
