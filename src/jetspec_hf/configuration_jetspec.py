@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 from .published_config import (
     MOST,
     MOST_OF_ANY_SIZE,
+    SHAPE_KEYS,
     architectures_of,
     check_causality,
     check_kinds,
@@ -45,13 +46,7 @@ _KEPT = (
     "rope_scaling",
 )
 _POSITIVE_INTEGERS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
+    *SHAPE_KEYS,
     "max_position_embeddings",
     "num_target_layers",
 )

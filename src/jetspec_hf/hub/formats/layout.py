@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...configuration_jetspec import JetSpecConfig
+from ...published_config import SHAPE_KEYS
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,7 @@ def qwen3_fields(writing: Writing) -> dict[str, Any]:
         `dict`: Rotary parameters in the spelling of transformers 4 and of 5.
     """
     names = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
+        *SHAPE_KEYS,
         "hidden_act",
         "rms_norm_eps",
         "attention_bias",
