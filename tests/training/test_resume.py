@@ -41,11 +41,17 @@ def options(folder: Path, name: str, **fields: Any) -> dict[str, Any]:
     }
 
 
-def test_a_run_killed_in_the_middle_of_an_epoch_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [{}, {"muon_learning_rate": 1e-2}], ids=["adamw", "muon"])
+def test_a_run_killed_in_the_middle_of_an_epoch_goes_on_as_if_it_had_not_been(
+    optimizer: dict[str, float], tmp_path: Path
+) -> None:
     """Bit for bit: weights and logged losses, in the first epoch (step 3) and in the second (step 6)."""
-    process = start([options(tmp_path, "killed")])
+    if optimizer and not hasattr(torch.optim, "Muon"):
+        pytest.skip("This torch has no Muon.")
+    settings = {"arguments": {**RUN, **optimizer}}
+    process = start([options(tmp_path, "killed", **settings)])
     assert process.stdout is not None
-    run(options(tmp_path, "whole"))
+    run(options(tmp_path, "whole", **settings))
     seen: list[str] = []
     for line in process.stdout:
         seen.append(line.strip())
@@ -58,7 +64,7 @@ def test_a_run_killed_in_the_middle_of_an_epoch_goes_on_as_if_it_had_not_been(tm
     assert not (tmp_path / "killed.safetensors").exists()
     shutil.rmtree(tmp_path / "killed" / "checkpoint-6", ignore_errors=True)  # it may have come that far meanwhile
 
-    run(options(tmp_path, "killed", resume=True))
+    run(options(tmp_path, "killed", resume=True, **settings))
     whole = load_file(tmp_path / "whole.safetensors")
     resumed = load_file(tmp_path / "killed.safetensors")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -69,7 +75,7 @@ def test_a_run_killed_in_the_middle_of_an_epoch_goes_on_as_if_it_had_not_been(tm
         assert losses[1][step] == losses[0][step]
 
     shutil.copytree(tmp_path / "whole" / "checkpoint-6", tmp_path / "second" / "checkpoint-6")
-    run(options(tmp_path, "second", resume=True))
+    run(options(tmp_path, "second", resume=True, **settings))
     second = load_file(tmp_path / "second.safetensors")
     assert all(torch.equal(whole[name], second[name]) for name in whole)
 

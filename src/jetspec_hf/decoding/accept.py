@@ -5,6 +5,7 @@ the bonus token and the walk ends. Nothing but the target's own choice is ever e
 and no rule accepts more often.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -102,4 +103,19 @@ def _next_tokens(
         return writer.write(rows, logits[rows, [nodes[row] for row in rows]])
     if tree.choices is not None:
         return writer.take(rows, [tree.choices[row][nodes[row]] for row in rows])
-    return writer.take(rows, [int(logits[row, nodes[row]].argmax()) for row in rows])
+    return writer.take(rows, [first_largest(logits[row, nodes[row]]) for row in rows])
+
+
+def first_largest(logits: torch.Tensor) -> int:
+    """`int(logits.argmax())`, several times as fast on a CPU, which takes maxima of many numbers at a time.
+
+    Args:
+        logits (`torch.Tensor` of shape `(vocab,)`): Logits, of which the first stands for its equals; NaN is largest.
+    """
+    size = max(1, math.isqrt(logits.shape[0]))
+    blocks = logits.shape[0] // size
+    maxima = logits[: blocks * size].view(blocks, size).amax(dim=1)
+    if blocks * size < logits.shape[0]:
+        maxima = torch.cat([maxima, logits[blocks * size :].amax(dim=0, keepdim=True)])
+    start = int(maxima.argmax()) * size
+    return start + int(logits[start : start + size].argmax())

@@ -7,6 +7,7 @@ before: while drafting does not beat plain decoding, it pauses, and tries again 
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,8 +27,10 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 4, 64
 _IN_VAIN = 0.015  # share of the time that drafts may take while they do not pay
 _STALE = 256  # steps after which a close call measures the plain step again
 _CLOSE = 1.3  # advantage over plain decoding below which a call is close
-_MARGIN = 1.03  # advantage that drafting must promise, for promises are uncertain
-_WEIGHT = 0.25  # of the newest step in the running rate of drafting
+_MARGIN = 1.01  # advantage that drafting must promise, for promises are uncertain
+_WEIGHT = 0.08  # of the newest step in the running rate of drafting: a text's hard and easy places even out
+_TURN = 0.5  # of a step that says otherwise than the rate, after a pause or in a new text
+_RECENT = 8  # choices by which the next tree is built: four times the largest, for what is built costs time as well
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,20 @@ class Experience:
         costs (`CostModel`): A table, or what is learned from the steps.
         calibration (`Calibration`): How far the head's probabilities can be believed.
         paused (`int`): Steps until the next draft.
+        tokens (`float`): Tokens of a drafted step lately.
+        cost (`float`): The same step's cost in plain steps; 0 before the first.
     """
 
     costs: CostModel = field(default_factory=LearnedCosts)
     calibration: Calibration = field(default_factory=Calibration)
     paused: int = 0
+    tokens: float = 0.0
+    cost: float = 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Of drafted steps lately over plain ones; 0 before the first."""
+        return self.tokens / self.cost if self.cost else 0.0
 
 
 class AutoBudget:
@@ -143,7 +155,8 @@ class AutoBudget:
         self._ladder = STATIC_LADDER if static else LADDER
         experience.paused = min(experience.paused, self._shortest_pause())  # a new text may be easier
         self._pause = _SHORTEST_PAUSE
-        self._tokens = self._cost = 0.0  # of drafted steps lately: tokens, and the cost in plain steps
+        self._is_new_text = True
+        self._chosen: deque[int] = deque(maxlen=_RECENT)
         self._tree: list[list[float]] | None = None  # log-probabilities of the tree just built
         self._decision = self.skip()
 
@@ -172,18 +185,19 @@ class AutoBudget:
         """Whether a plain step should be measured: after the first tree, and later while the call is close."""
         if costs.plain_age is None:
             return costs.steps > 0
-        return costs.plain_age > _STALE and self._speedup() < _CLOSE
+        return costs.plain_age > _STALE and self._experience.speedup < _CLOSE
 
     def _may_try(self, size: int) -> bool:
-        """Not more than one rung above the largest measured size, for the costs of larger trees are guesses."""
+        """Not far above the largest size chosen lately, and not more than one rung above the largest measured one.
+
+        What is built and not verified is work in vain, and the costs of larger trees are guesses.
+        """
+        if self._chosen and size > max(_FIRST, 4 * max(self._chosen)):
+            return False
         if not isinstance(self._costs, LearnedCosts):
             return True
         above = max(_FIRST, self._costs.largest_measured + 1)
         return size <= next((rung for rung in self._ladder if rung >= above), self._ladder[-1])
-
-    def _speedup(self) -> float:
-        """Of drafted steps lately over plain ones; 0 before the first."""
-        return self._tokens / self._cost if self._cost else 0.0
 
     def after_build(self, tree: TokenTree, rows: Sequence[int]) -> BudgetDecision:
         """See [`TreeBudget`]. The tree's probabilities come to the host: one wait for the device."""
@@ -194,24 +208,27 @@ class AutoBudget:
         tokens = [1.0 + sum(sum(of_row[index]) for of_row in chances) / len(rows) for index in range(len(sizes))]
         seconds = [self._costs.verify(size) for size in sizes]
         plain, draft = self._costs.verify(0), self._costs.draft
-        rate = max(self._speedup(), 1.0) / plain
+        rate = max(self._experience.speedup, 1.0) / plain
         best = max(range(len(sizes)), key=lambda index: tokens[index] - rate * seconds[index])
         expected = seconds[best] + draft
         self._weigh(tokens[best], expected / plain)
+        self._chosen.append(sizes[best])
         reason = BEST if sizes[best] else PLAIN
         self._decision = BudgetDecision(sizes[best], reason, tokens[best], expected, plain)
         return self._decision
 
     def _weigh(self, tokens: float, cost: float) -> None:
         """Updates what drafting is worth, and pauses it while plain decoding is faster."""
-        pays_again = tokens > _MARGIN * cost and self._speedup() < _MARGIN
-        weight = 1.0 if pays_again or not self._cost else _WEIGHT
-        self._tokens += weight * (tokens - self._tokens)
-        self._cost += weight * (cost - self._cost)
-        if self._speedup() >= _MARGIN:
+        known = self._experience
+        turns = self._is_new_text or (tokens > _MARGIN * cost and known.speedup < _MARGIN)
+        weight = 1.0 if not known.cost else _TURN if turns else _WEIGHT
+        self._is_new_text = False
+        known.tokens += weight * (tokens - known.tokens)
+        known.cost += weight * (cost - known.cost)
+        if known.speedup >= _MARGIN:
             self._pause = _SHORTEST_PAUSE
         else:
-            self._experience.paused = max(self._pause, self._shortest_pause())
+            known.paused = max(self._pause, self._shortest_pause())
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _shortest_pause(self) -> int:

@@ -1,5 +1,6 @@
 """The arguments of training: those of `Trainer` with the defaults that suit heads, and a few of their own."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,9 @@ class JetSpecTrainingArguments(TrainingArguments):
     Args:
         anchors_per_row (`int`, defaults to 256): Blocks drawn from a row at every visit, all if it has fewer.
         max_length (`int`, *optional*): Where rows are cut.
+        muon_learning_rate (`float`, *optional*): Peak learning rate of Muon, which then trains the matrices of fusion
+            and layers, while AdamW trains the rest with `learning_rate`. 3e-3 is a good start. AdamW trains all if
+            missing.
         loss (`str`, defaults to `"forward_kl"`): See [`Objective`], as for the next three.
         depth_decay (`float`, *optional*): γ of exponential weights over depths.
         kl_temperature (`float`, defaults to 1.0): The temperature of the divergence.
@@ -55,6 +59,9 @@ class JetSpecTrainingArguments(TrainingArguments):
     )
     anchors_per_row: int = field(default=256, metadata={"help": "Blocks drawn from a row at every visit."})
     max_length: int | None = field(default=None, metadata={"help": "Where rows are cut."})
+    muon_learning_rate: float | None = field(
+        default=None, metadata={"help": "Peak learning rate of Muon for the matrices, such as 3e-3; AdamW without."}
+    )
     loss: str = field(default="forward_kl", metadata={"help": "'forward_kl' or 'hard_labels'."})
     depth_decay: float | None = field(default=None, metadata={"help": "γ of exponential weights over depths."})
     kl_temperature: float = field(default=1.0, metadata={"help": "The temperature of the divergence."})
@@ -77,6 +84,9 @@ class JetSpecTrainingArguments(TrainingArguments):
             least = 2 if name == "max_length" else 1
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+        rate = self.muon_learning_rate
+        if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):
+            raise ValueError(f"`muon_learning_rate` must be a finite number above 0, got {rate!r}.")
         if self.feature_cache_dtype not in CACHE_DTYPES:
             raise ValueError(
                 f"`feature_cache_dtype` must be one of {', '.join(map(repr, CACHE_DTYPES))}, got "

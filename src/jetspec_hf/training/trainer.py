@@ -24,6 +24,7 @@ from .blocks import Blocks, branch_states, draft_states
 from .checks import check_run
 from .feature_cache import CacheLayout, cache_key, cache_states
 from .objective import draft_loss
+from .optimizer import make_optimizer
 from .provenance import (
     RowsSummary,
     check_same_run,
@@ -166,6 +167,23 @@ class JetSpecTrainer(Trainer):
             check_same_run(resume_from_checkpoint, self._provenance)
         with frozen(self.target):
             return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """See `Trainer.create_optimizer`; Muon and AdamW with `muon_learning_rate`.
+
+        Args:
+            model (`nn.Module`, *optional*): The head, perhaps wrapped.
+        """
+        if self.optimizer is None and self.args.muon_learning_rate is not None:
+            self.optimizer = make_optimizer(
+                (self.head if model is None else model).named_parameters(),
+                muon_learning_rate=self.args.muon_learning_rate,
+                learning_rate=self.args.learning_rate,
+                weight_decay=self.args.weight_decay,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                eps=self.args.adam_epsilon,
+            )
+        return super().create_optimizer(model)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Draws the blocks of the next optimiser step, and adds up what its loss is to be divided by."""
