@@ -97,7 +97,11 @@ def test_scores_along_a_path_are_those_of_teacher_forcing(target: PreTrainedMode
             torch.testing.assert_close(scores[row, number], expected, rtol=0, atol=1e-5)
         # three children of each path, in another order in each row
         keep = torch.stack([torch.randperm(3 * len(paths[0])) % len(paths[0]) for _ in range(2)])
-        paths = [[[*paths[row][at], int(torch.randint(128, ()))] for at in keep[row].tolist()] for row in range(2)]
+        drafted = block.tokens[torch.randint(len(block.tokens), keep.shape)].tolist()
+        paths = [
+            [[*paths[row][at], token] for at, token in zip(keep[row].tolist(), drafted[row], strict=True)]
+            for row in range(2)
+        ]
         states = states.gather(1, keep[:, :, None].expand(-1, -1, RANK))
 
 

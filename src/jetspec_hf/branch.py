@@ -36,18 +36,25 @@ class JetSpecBranch(nn.Module):
         self.child_norm = Qwen3RMSNorm(width, eps=config.rms_norm_eps)
         self.child_proj = nn.Linear(width, rank, bias=False)
 
-    def advance(
-        self, parent_embeds: torch.Tensor, block_states: torch.Tensor, previous: torch.Tensor | None
-    ) -> torch.Tensor:
+    def parents(self, embeds: torch.Tensor) -> torch.Tensor:
+        """What tokens add to the states of the paths they end: `P norm(e_u)`, of shape `(..., rank)`.
+
+        Args:
+            embeds (`torch.Tensor` of shape `(..., hidden)`): The target's embeddings of the tokens.
+        """
+        inputs: torch.Tensor = self.parent_proj(self.parent_norm(embeds))
+        return inputs
+
+    def advance(self, parents: torch.Tensor, blocks: torch.Tensor, previous: torch.Tensor | None) -> torch.Tensor:
         """The states of paths, of shape `(..., rank)`.
 
         Args:
-            parent_embeds (`torch.Tensor` of shape `(..., hidden)`): Embeddings of the paths' last tokens.
-            block_states (`torch.Tensor` of shape `(..., hidden)`): The head's states one place after them.
+            parents (`torch.Tensor` of shape `(..., rank)`): Of the paths' last tokens, what [`parents`] returns.
+            blocks (`torch.Tensor` of shape `(..., rank)`): `H h`, of the head's states `h` one place after them.
             previous (`torch.Tensor` of shape `(..., rank)`, *optional*): The states of the paths without their last
                 tokens; `None` at the anchor.
         """
-        inputs = self.parent_proj(self.parent_norm(parent_embeds)) + self.state_proj(block_states)
+        inputs = parents + blocks
         return nn.functional.silu(inputs if previous is None else inputs + self.previous_proj(previous))
 
     def states(self, parent_embeds: torch.Tensor, block_states: torch.Tensor) -> torch.Tensor:
@@ -59,8 +66,9 @@ class JetSpecBranch(nn.Module):
             block_states (`torch.Tensor` of shape `(..., depth, hidden)`): The head's states of the depths 1, 2, ...
         """
         previous, states = None, []
-        for parents, block in zip(parent_embeds.unbind(-2), block_states.unbind(-2), strict=True):
-            previous = self.advance(parents, block, previous)
+        inputs = (self.parents(parent_embeds), self.state_proj(block_states))
+        for parents, blocks in zip(*(tensor.unbind(-2) for tensor in inputs), strict=True):
+            previous = self.advance(parents, blocks, previous)
             states.append(previous)
         return torch.stack(states, dim=-2)
 
@@ -81,24 +89,40 @@ class BranchScores:
 
     def __init__(self, branch: JetSpecBranch, head: "JetSpecDraftHead", state: "DraftState") -> None:
         self._branch, self._head, self._state = branch, head, state
+        self._blocks: torch.Tensor | None = None  # `H h` of all depths, of shape (batch, block, rank)
 
     def __call__(
         self, depth: int, parent_ids: torch.Tensor, states: torch.Tensor | None, columns: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `tree.build.BranchTerm`."""
-        head, device = self._head, parent_ids.device
-        last = head.config.vocab_size - 1  # an `lm_head` may have more rows than there are tokens
-        block_states = cast(torch.Tensor, self._state.block_states)[:, depth + 1, None]
-        parents = head.embed(parent_ids.clamp(max=last), self._state)
-        states = self._branch.advance(parents, block_states, None if states is None else states.to(head.device))
-        scores = states @ self._factors(columns).transpose(1, 2)
+        device, head_device = parent_ids.device, self._head.device
+        if self._blocks is None:
+            self._blocks = self._branch.state_proj(cast(torch.Tensor, self._state.block_states))
+        parents = self._parents(parent_ids.to(head_device), are_drafted=states is not None)
+        previous = None if states is None else states.to(head_device)
+        states = self._branch.advance(parents, self._blocks[:, depth + 1, None], previous)
+        scores = states @ self._factors(columns.to(head_device)).transpose(1, 2)
         return scores.to(device), states.to(device)
 
+    def _parents(self, token_ids: torch.Tensor, are_drafted: bool) -> torch.Tensor:
+        """What these tokens add to the states of paths that end in them, of shape `(batch, paths, rank)`."""
+        vocabulary = self._head.draft_token_ids
+        if vocabulary is None or not are_drafted:  # the anchor may be any token
+            return self._branch.parents(self._embed(token_ids))
+        return self._tables(vocabulary)[1][torch.searchsorted(vocabulary, token_ids.contiguous())]
+
     def _factors(self, columns: torch.Tensor) -> torch.Tensor:
-        """The children's factors, of shape `(batch, candidates, rank)`: those of a draft vocabulary are kept."""
-        head, state = self._head, self._state
-        if head.draft_token_ids is None:
-            return self._branch.table(head.embed(columns.clamp(max=head.config.vocab_size - 1), state))
-        if state.branch_table is None:
-            state.branch_table = self._branch.table(head.embed(head.draft_token_ids, state))
-        return state.branch_table[columns.to(state.branch_table.device)]
+        """The children's factors, of shape `(batch, candidates, rank)`."""
+        vocabulary = self._head.draft_token_ids
+        return self._branch.table(self._embed(columns)) if vocabulary is None else self._tables(vocabulary)[0][columns]
+
+    def _tables(self, vocabulary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of all tokens of a draft vocabulary the factors as children and the inputs as parents, made once."""
+        if self._state.branch_tables is None:
+            embeds = self._embed(vocabulary)
+            self._state.branch_tables = self._branch.table(embeds), self._branch.parents(embeds)
+        return self._state.branch_tables
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        last = self._head.config.vocab_size - 1  # an `lm_head` may have more rows than there are tokens
+        return self._head.embed(token_ids.clamp(max=last), self._state)

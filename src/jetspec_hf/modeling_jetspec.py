@@ -58,7 +58,7 @@ class DraftState(TargetEmbeddings, Protocol):
     anchor_positions: torch.Tensor
     draft_depth: int
     block_states: torch.Tensor | None  # (batch, block, hidden), what the last `run_block` returned
-    branch_table: torch.Tensor | None  # (draft vocabulary, rank), made when first needed
+    branch_tables: tuple[torch.Tensor, torch.Tensor] | None  # (draft vocabulary, rank) each, made when first needed
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The target's own `lm_head` over these states: its rows of the draft vocabulary, where there is one."""
@@ -335,6 +335,7 @@ class JetSpecDraftHead(PreTrainedModel):
         )
         block_ids[:, 0] = anchor_ids
         hidden_states = state.run_block(self, self.embed(block_ids, state))[:, 1 : depth + 1]
+        hidden_states = hidden_states.contiguous()  # else torch copies the weights of `lm_head` for every row
         return self.finish_logits(state.project(hidden_states))
 
     def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:

@@ -329,6 +329,22 @@ def test_an_oracle_learns_the_text_that_a_method_really_writes(
     assert run.measurement.texts == benchmark.run(case, PLAIN).measurement.texts
 
 
+def test_an_automatic_budget_learns_nothing_while_an_oracle_is_taught(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = case_of(greedy_reference(target, (9,), 8).input_ids)
+    head = LibraryOracle.from_target(target, num_hidden_layers=1, block_size=6)
+    benchmark = Benchmark(target, head, NEW_TOKENS, accuracy=0.9)
+    [auto] = methods(KNOBS, ["auto"])[1:]
+    lesson = Benchmark.texts
+    monkeypatch.setattr(Benchmark, "texts", lambda *args: tuple((*[77] * len(text),) for text in lesson(*args)))
+    benchmark.learn(case, auto)
+    monkeypatch.undo()
+    run = benchmark.run(case, auto)
+    [experience] = head.experience.values()
+    assert experience.costs.steps == len(run.measurement.step_seconds)  # those of the last generation, prefill aside
+
+
 def test_memory_is_measured_without_touching_the_text(known: tuple[Benchmark, Case]) -> None:
     benchmark, case = known
     peak = benchmark.peak_memory(case, PLAIN)

@@ -87,6 +87,11 @@ def test_a_rate_that_is_none_is_refused(rate: Any, tmp_path: Path) -> None:
         JetSpecTrainingArguments(str(tmp_path), muon_learning_rate=rate)
 
 
+def test_another_optimiser_beside_muon_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`optim` must be left as it is with `muon_learning_rate`, got .*adafactor"):
+        JetSpecTrainingArguments(str(tmp_path), muon_learning_rate=1e-3, optim="adafactor")
+
+
 def test_both_take_a_closure() -> None:
     weight, bias = torch.nn.Parameter(torch.eye(3)), torch.nn.Parameter(torch.ones(3))
     both = MuonAndAdamW(torch.optim.SGD([weight], lr=0.5), torch.optim.SGD([bias], lr=0.1))

@@ -1,5 +1,6 @@
 """Runs every method on every prompt in turn, and finds where texts part; the tables are made in `report`."""
 
+import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -164,11 +165,13 @@ class Benchmark:
             method (`Method`): How.
         """
         self.learn(case, method)
+        experience = copy.deepcopy(self.head.experience)
         run = self._timed(case, method)
         for _ in range(LESSONS):
             if self.accuracy is None or not method.is_ours or run.measurement.texts == self._text_for(run.key):
                 break
             self._known[run.key] = run.measurement.texts
+            self.head.experience = copy.deepcopy(experience)  # of a text that was drafted wrongly nothing is learned
             self.learn(case, method)
             run = self._timed(case, method)
         if method.is_ours and self.target.device.type != "cpu":

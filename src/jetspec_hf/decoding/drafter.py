@@ -245,7 +245,7 @@ class DraftingState:
         self.draft_depth = draft_depth
         self.anchor_positions = torch.zeros(context.batch_size, dtype=torch.long)
         self.block_states: torch.Tensor | None = None
-        self.branch_table: torch.Tensor | None = None
+        self.branch_tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The target's own embedding of these tokens, called as a module (its weight may be packed or offloaded)."""

@@ -111,22 +111,25 @@ class StepCosts:
 class LearnedCosts:
     """Costs learned from the steps themselves.
 
-    Per size the median of the last observations. The first of a size is not trusted, for it pays for allocations and
-    kernels that later ones find ready, and what has not been seen for long is forgotten: an unlucky measurement, a busy
-    minute or a shorter context must not decide for ever.
+    Per size the median of the last observations. The first of a size, and of a draft, is not trusted, for it pays for
+    allocations and kernels that later ones find ready, and what has not been seen for long is forgotten: an unlucky
+    measurement, a busy minute or a shorter context must not decide for ever.
     """
 
     draft_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=9))
     verify_seconds: dict[int, deque[float]] = field(default_factory=dict)
     last_seen: dict[int, int] = field(default_factory=dict)
     first_seconds: dict[int, float] = field(default_factory=dict)
+    has_drafted: bool = False
     steps: int = 0
 
     REMEMBERED = 1000  # steps after which a size is forgotten
 
     def observe_draft(self, seconds: float) -> None:
         """Adds one measurement of drafting and building."""
-        self.draft_seconds.append(seconds)
+        if self.has_drafted:
+            self.draft_seconds.append(seconds)
+        self.has_drafted = True
 
     def observe_verify(self, nodes: int, seconds: float) -> None:
         """Adds one measurement of the rest of a step.

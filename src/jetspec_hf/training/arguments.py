@@ -87,6 +87,8 @@ class JetSpecTrainingArguments(TrainingArguments):
         rate = self.muon_learning_rate
         if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):
             raise ValueError(f"`muon_learning_rate` must be a finite number above 0, got {rate!r}.")
+        if rate is not None and not str(getattr(self.optim, "value", self.optim)).startswith("adamw_torch"):
+            raise ValueError(f"`optim` must be left as it is with `muon_learning_rate`, got {self.optim!r}.")
         if self.feature_cache_dtype not in CACHE_DTYPES:
             raise ValueError(
                 f"`feature_cache_dtype` must be one of {', '.join(map(repr, CACHE_DTYPES))}, got "

@@ -266,7 +266,7 @@ class _Batch:
         self.anchor_positions = self._anchors.flatten()
         self.draft_depth = 0
         self.block_states: torch.Tensor | None = None
-        self.branch_table: torch.Tensor | None = None
+        self.branch_tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def num_rows(self) -> int:
