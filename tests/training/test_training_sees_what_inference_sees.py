@@ -135,6 +135,8 @@ class Inference:
         columns = torch.arange(self.head.config.vocab_size if ids is None else len(ids))[None]
         assert term is not None
         for depth, token in enumerate(path[:DEPTH]):
+            if depth and ids is not None and token not in ids:
+                break  # nothing is drafted below a token that cannot be drafted
             score, states = term(depth, token.view(1, 1), states, columns)
             scores.append(score[0, 0])
         return scores
