@@ -81,6 +81,9 @@ class JetSpecBranch(nn.Module):
 class BranchScores:
     """The branch term over the block that was drafted last: a `tree.build.BranchTerm`.
 
+    Below the anchor, which may be any token, the last tokens of paths must be drafted ones: those of the draft
+    vocabulary, where there is one.
+
     Args:
         branch (`JetSpecBranch`): The branch term.
         head (`JetSpecDraftHead`): The head it belongs to.

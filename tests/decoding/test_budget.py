@@ -123,6 +123,38 @@ class TestChoice:
         assert decisions[0].tree_budget == 1
         assert sum(decision.tree_budget for decision in decisions[100:]) <= 4  # it gets another chance now and then
 
+    def test_a_bad_step_does_not_pause_what_pays(self) -> None:
+        costs = StepCosts(0.1, {0: 1.0, 10: 1.5})
+        budget, easy, hard = AutoBudget(Experience(costs)), tree([0.9, 0.8]), tree([1e-4])
+        for _ in range(20):
+            step(budget, easy, [1, 2])
+        assert step(budget, hard, []).tree_budget == 0
+        assert step(budget, easy, [1, 2]).reason == BEST
+
+    def test_a_new_text_starts_from_what_drafting_was_worth_before(self) -> None:
+        known, easy = Experience(StepCosts(0.1, {0: 1.0, 10: 1.5})), tree([0.9, 0.8])
+        for _ in range(20):
+            step(AutoBudget(known), easy, [1, 2])
+        before = known.speedup
+        assert step(AutoBudget(known), tree([1e-4]), []).tree_budget == 0
+        assert before > known.speedup > 1.2  # half of it is the bad step
+        assert known.paused == 0
+
+    def test_no_tree_is_built_far_above_those_chosen_lately(self) -> None:
+        costs = StepCosts(0.0, {0: 1.0, 10: 3.0})
+        budget, drafted = AutoBudget(Experience(costs)), tree([0.5, 0.3, 0.15, 0.1], [1, 1, 1, 1])
+        assert budget.before_draft(None).tree_budget == 256
+        assert budget.after_build(drafted, [0]).tree_budget == 2
+        assert budget.before_draft(None).tree_budget == 8
+
+    @pytest.mark.parametrize("static", [False, True])
+    def test_a_text_that_gets_easy_is_drafted_again_with_any_ladder(self, static: bool) -> None:
+        costs = StepCosts(0.1, {0: 1.0, 10: 2.0})
+        budget = AutoBudget(Experience(costs), static)
+        assert step(budget, tree([1e-4]), []).reason == PLAIN
+        reasons = [step(budget, tree([0.9, 0.8, 0.7]), [1, 2, 3]).reason for _ in range(40)]
+        assert BEST in reasons
+
     def test_a_static_cache_limits_the_tree(self) -> None:
         budget = AutoBudget(Experience(FREE), static=True)
         assert budget.before_draft(None).tree_budget == 128

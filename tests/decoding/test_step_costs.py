@@ -102,3 +102,13 @@ def test_a_size_that_is_not_seen_for_long_is_forgotten_but_a_plain_step_never() 
     assert costs.verify(4) == 1.5
     assert costs.verify(0) == 1.0
     assert costs.plain_age == LearnedCosts.REMEMBERED + 4
+
+
+def test_the_first_draft_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the clock's times, not those made up for other tests
+    costs = LearnedCosts()
+    unknown = costs.draft
+    costs.observe_draft(9.0)
+    assert costs.draft == unknown
+    costs.observe_draft(0.1)
+    assert costs.draft == 0.1

@@ -192,12 +192,13 @@ class AutoBudget:
 
         What is built and not verified is work in vain, and the costs of larger trees are guesses.
         """
-        if self._chosen and size > max(_FIRST, 4 * max(self._chosen)):
+        if self._chosen and size > self._rung(4 * max(self._chosen)):
             return False
-        if not isinstance(self._costs, LearnedCosts):
-            return True
-        above = max(_FIRST, self._costs.largest_measured + 1)
-        return size <= next((rung for rung in self._ladder if rung >= above), self._ladder[-1])
+        return not isinstance(self._costs, LearnedCosts) or size <= self._rung(self._costs.largest_measured + 1)
+
+    def _rung(self, size: int) -> int:
+        """The smallest rung of this size, and of the first tree's, at least; the last one if none is."""
+        return next((rung for rung in self._ladder if rung >= max(_FIRST, size)), self._ladder[-1])
 
     def after_build(self, tree: TokenTree, rows: Sequence[int]) -> BudgetDecision:
         """See [`TreeBudget`]. The tree's probabilities come to the host: one wait for the device."""
