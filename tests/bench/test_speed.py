@@ -156,7 +156,7 @@ def test_what_a_target_recommends_is_not_used(folders: list[str]) -> None:
     [
         (["--limit", "0"], "argument --limit: must be an integer of at least 1, got '0'"),
         (["--max-new-tokens", "1"], "argument --max-new-tokens: must be an integer of at least 2, got '1'"),
-        (["--tree-budget", "8", "x"], "argument --tree-budget: must be an integer of at least 1 or \"auto\", got 'x'"),
+        (["--tree-budget", "8", "x"], "argument --tree-budget: must be an integer from 1 to 4096 or \"auto\", got 'x'"),
         (["--tree-budget", "8", "8"], "--tree-budget must not repeat a value, got 8 8"),
         (["--decoding", "greedy", "greedy"], "--decoding must not repeat a value, got greedy greedy"),
         (["--untrained", "1"], "argument --untrained: not allowed with argument --head"),
@@ -165,11 +165,23 @@ def test_what_a_target_recommends_is_not_used(folders: list[str]) -> None:
         (["--decoding", "beam"], "invalid choice: 'beam'"),
         (["--threads", "-1"], "must be an integer of at least 1, got '-1'"),
         (["--json", "no_such_folder/out.json"], "--json must lie in a folder that exists, got no_such_folder/out.json"),
+        (["--plots", __file__], "--plots must be a folder, got the file"),
+        (["--prompts", "nowhere"], "argument --prompts: must be a file that is there, got nowhere"),
+        (["--prompts", __file__], "must"),
+        (["--batch-size", "100"], "must have at least 100 prompts"),
+        (["--target", "no/where/at/all"], "--target must be a model that can be loaded, got no/where/at/all"),
+        (["--head", "no/where/at/all"], "--head must be a folder or a Hub id, and there is no folder no/where/at/all"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_is_loaded(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    folders: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(["--target", "nowhere", "--head", "nowhere", "--prompts", "nowhere", *arguments])
+    monkeypatch.setattr("jetspec_hf.bench.speed.load_models", None)
+    with pytest.raises(SystemExit) as ended:
+        main([*folders, *arguments])
+    assert ended.value.code == 2
     assert message in capsys.readouterr().err

@@ -168,20 +168,34 @@ class TestLearning:
 
     @staticmethod
     def run(
-        steps: int, per_node: float, probabilities: list[float], accepted: list[int], first_node: float = 0.0
+        steps: int,
+        per_node: float,
+        probabilities: list[float],
+        accepted: list[int],
+        first_node: float = 0.0,
+        slow_plain: int | None = None,
+        slow_draft: int | None = None,
     ) -> list[Any]:
-        """Decisions on a machine whose plain step takes 1 s; the first step of each size takes three times as long."""
+        """Decisions on a machine whose plain step takes 1 s; the first step of each size takes three times as long.
+
+        Of plain steps and of drafts one, by its number, may take a hundred times as long.
+        """
         budget, drafted, seen = AutoBudget(Experience(LearnedCosts())), tree(probabilities), set()
+        plain_steps = drafts = 0
         decisions = []
         for _ in range(steps):
             decision = budget.before_draft(None)
             seconds = {}
             if decision.tree_budget:
                 decision = budget.after_build(drafted.prefix(decision.tree_budget), [0])
-                seconds = {"draft": 0.1, "build": 0.01}
+                drafts += 1
+                seconds = {"draft": 100.0 if drafts == slow_draft else 0.1, "build": 0.01}
             nodes = decision.tree_budget
             seconds["verify"] = (1.0 + first_node * bool(nodes) + per_node * nodes) * (1.0 if nodes in seen else 3.0)
             seen.add(nodes)
+            plain_steps += nodes == 0
+            if nodes == 0 and plain_steps == slow_plain:
+                seconds["verify"] = 100.0
             budget.learn([[0, *(node for node in accepted if node <= nodes)]], [0], seconds)
             decisions.append(decision)
         return decisions
@@ -190,7 +204,7 @@ class TestLearning:
         decisions = self.run(30, 0.001, [0.95**depth for depth in range(1, 41)], list(range(1, 41)))
         sizes = [decision.tree_budget for decision in decisions]
         assert 0 < sizes[0] <= 4
-        assert [decision.reason for decision in decisions[1:3]] == [MEASURING, MEASURING]
+        assert [decision.reason for decision in decisions[1:4]] == [MEASURING] * 3
         assert sizes[-1] == 40
 
     def test_a_first_node_that_is_dear_does_not_hide_that_the_others_are_cheap(self) -> None:
@@ -206,6 +220,16 @@ class TestLearning:
         # a node costs 0.25 plain steps, and the rate is about 1.4 tokens a step: chances above 0.35 pay
         decisions = self.run(200, 0.25, [0.8, 0.6, 0.1, 0.05], [1, 2])
         assert {decision.tree_budget for decision in decisions[-20:] if decision.reason == BEST} == {2}
+
+    @pytest.mark.parametrize("slow", [{"slow_plain": number} for number in (1, 2, 3)])
+    def test_one_slow_plain_step_does_not_make_dear_trees_look_cheap(self, slow: dict[str, int]) -> None:
+        decisions = self.run(300, 1.0, [0.7, 0.5, 0.3, 0.2], [1], **slow)
+        assert sum(decision.tree_budget > 0 for decision in decisions) <= 4
+
+    @pytest.mark.parametrize("slow", [{"slow_draft": number} for number in (1, 2, 3)])
+    def test_one_slow_draft_does_not_end_drafting(self, slow: dict[str, int]) -> None:
+        decisions = self.run(200, 0.001, [0.95**depth for depth in range(1, 41)], list(range(1, 41)), **slow)
+        assert sum(decision.tree_budget == 40 for decision in decisions) > 100
 
 
 class TestGenerations:

@@ -32,9 +32,9 @@ def test_a_table_of_a_plain_step_alone_says_that_nodes_are_free() -> None:
     assert StepCosts(0.0, {0: 1.0}).verify(9) == 1.0
 
 
-def test_a_table_that_falls_is_levelled_and_never_promises_free_nodes_beyond_its_end() -> None:
+def test_in_a_table_that_falls_fewer_nodes_cost_what_more_do_and_none_beyond_its_end_are_free() -> None:
     costs = StepCosts(0.0, {0: 1.0, 8: 4.0, 64: 2.0})
-    assert costs.verify(8) == costs.verify(64) == costs.verify(256) == 3.0
+    assert costs.verify(8) == costs.verify(64) == costs.verify(256) == 2.0
 
 
 def test_a_table_survives_json() -> None:
@@ -49,13 +49,17 @@ def test_a_table_survives_json() -> None:
         ({"draft": 0.1}, r"must be a dict such as .* got \{'draft': 0.1\}"),
         ({"draft": 0.1, "verify": {"0": 1.0}, "build": 1.0}, r"must be a dict such as"),
         ({"draft": 0.1, "verify": {"many": 1.0}}, r"numbers of nodes in `verify`, got \['many'\]"),
+        ({"draft": 0.1, "verify": {"0": 1.0, "00": 2.0}}, r"different numbers of nodes in `verify`, got \['0', '00'\]"),
+        ({"draft": 0.1, "verify": {0: 1.0, 8.9: 2.0}}, r"numbers of nodes in `verify`, got \[0, 8.9\]"),
+        ({"draft": 1e308, "verify": {"0": 1.0}}, r"seconds from 0 to 1e\+09 for draft, got 1e\+308"),
+        ({"draft": 1.0, "verify": {"0": 5e-324}}, r"seconds from 1e-09 to 1e\+09 for verify\[0\], got 5e-324"),
         ({"draft": 0.1, "verify": {"4": 1.0}}, r"0 \(a plain step\) among them, got \[4\]"),
         ({"draft": 0.1, "verify": {"0": 1.0, "-1": 1.0}}, r"got \[-1, 0\]"),
-        ({"draft": 0.1, "verify": {"0": 0}}, r"seconds above 0, got 0 for verify\[0\]"),
-        ({"draft": float("nan"), "verify": {"0": 1.0}}, r"got nan for draft"),
+        ({"draft": 0.1, "verify": {"0": 0}}, r"for verify\[0\], got 0\."),
+        ({"draft": float("nan"), "verify": {"0": 1.0}}, r"for draft, got nan"),
         ({"draft": 10**400, "verify": {"0": 1.0}}, r"`step_costs` must hold seconds"),
-        ({"draft": "0.1", "verify": {"0": 1.0}}, r"got '0.1' for draft"),
-        ({"draft": 0.1, "verify": {"0": True}}, r"got True for verify\[0\]"),
+        ({"draft": "0.1", "verify": {"0": 1.0}}, r"for draft, got '0.1'"),
+        ({"draft": 0.1, "verify": {"0": True}}, r"for verify\[0\], got True"),
     ],
 )
 def test_a_malformed_table_is_refused_by_name(values: Any, named: str) -> None:
@@ -79,10 +83,18 @@ def test_the_median_forgives_an_outlier() -> None:
     assert learned((0, 9.0), (0, 1.0), (0, 40.0), (0, 1.5)).verify(0) == 1.5
 
 
-def test_a_larger_tree_never_costs_less() -> None:
-    observed = [(0, 1.0)] * 3 + [(4, 3.0)] * 2 + [(8, 2.0)] * 4  # once 3.0 against three times 2.0
-    costs = learned(*observed)
-    assert costs.verify(4) == costs.verify(8) == pytest.approx((3.0 + 3 * 2.0) / 4)
+def test_a_smaller_tree_never_costs_more() -> None:
+    costs = learned(*[(0, 1.0)] * 3, *[(4, 3.0)] * 2, *[(8, 2.0)] * 4)
+    assert costs.verify(4) == costs.verify(8) == 2.0
+
+
+def test_a_busy_minute_is_over_once_one_size_has_been_seen_again() -> None:
+    costs = learned(*[(size, 50.0) for size in (0, 4, 8) for _ in range(9)], *[(8, 2.0)] * 5)
+    assert [costs.verify(size) for size in (0, 4, 8)] == [2.0, 2.0, 2.0]
+
+
+def test_of_two_observations_the_lower_counts() -> None:
+    assert learned((0, 1.0), (0, 99.0), (0, 1.5)).verify(0) == 1.5
 
 
 def test_beyond_the_only_measured_tree_nodes_are_hoped_to_be_cheap() -> None:
@@ -101,7 +113,18 @@ def test_a_size_that_is_not_seen_for_long_is_forgotten_but_a_plain_step_never() 
     costs = learned(*[(0, 1.0)] * 2, *[(4, 100.0)] * 2, *[(8, 2.0)] * (LearnedCosts.REMEMBERED + 2))
     assert costs.verify(4) == 1.5
     assert costs.verify(0) == 1.0
-    assert costs.plain_age == LearnedCosts.REMEMBERED + 4
+    assert costs.plain_is_sure(LearnedCosts.REMEMBERED) is False
+
+
+def test_plain_steps_are_sure_as_long_as_two_are_recent() -> None:
+    costs = learned((0, 1.0), (0, 1.0))
+    assert not costs.plain_is_sure(10)
+    costs.observe_verify(0, 1.0)
+    assert costs.plain_is_sure(10)
+    for _ in range(10):
+        costs.observe_verify(8, 2.0)
+    assert not costs.plain_is_sure(10)
+    assert costs.plain_is_sure(11)
 
 
 def test_the_first_draft_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:

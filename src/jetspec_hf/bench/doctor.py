@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..command_line import at_least
+from ..command_line import at_least, existing_file
 from ..decoding.drafter import DraftingKnobs
 from ..decoding.step_costs import StepCosts
 from ..modeling_jetspec import JetSpecDraftHead
@@ -30,7 +30,7 @@ from .machine import machine, machine_lines
 from .markdown import format_table, milliseconds
 from .measurement import Measurement
 from .methods import AUTO, PLAIN, TREE, Method, tree_method
-from .options import add_machine_options, check_options, command, load_models
+from .options import add_machine_options, check_options, command, ending_at_ctrl_c, load_models, tree_size
 from .report import AUTO_TREE, summarise
 from .runner import Benchmark, Case, Differences, Run
 from .tasks import Prompt, encode, read_tasks
@@ -340,10 +340,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--target", type=Path, required=True, help="folder of the target")
     add("--head", type=Path, required=True, help="folder of the head")
-    add("--prompts", type=Path, nargs="+", help="JSONL files with `turns` or `prompt` in each line (default: built-in)")
+    add(
+        "--prompts",
+        type=existing_file,
+        nargs="+",
+        help="JSONL files with `turns` or `prompt` in each line (default: built-in)",
+    )
     add("--limit", type=at_least(1), default=4, help="takes the first prompts of each task only (%(default)s)")
-    add("--sizes", type=at_least(1), nargs="+", default=list(SIZES), help="nodes to try (1 2 4 8 16 32 64)")
-    add("--max-new-tokens", type=at_least(2), default=48, help="most tokens of an answer (%(default)s)")
+    add("--sizes", type=tree_size, nargs="+", default=list(SIZES), help="nodes to try (1 2 4 8 16 32 64)")
+    add("--max-new-tokens", type=at_least(8), default=48, help="most tokens of an answer (%(default)s)")
     add("--repeats", type=at_least(1), default=1, help="of everything (%(default)s)")
     add_machine_options(parser)
     add("--save", action="store_true", help="keep the costs in the head's generation_config.json")
@@ -374,15 +379,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         f"{machine_lines(place)}\ntarget {options.target.name}, head {options.head.name}, {options.dtype}\n", flush=True
     )
-    diagnosis = examine(
-        target,
-        head,
-        tokenizer,
-        texts,
-        sizes=options.sizes,
-        max_new_tokens=options.max_new_tokens,
-        repeats=options.repeats,
-    )
+    with ending_at_ctrl_c():
+        diagnosis = examine(
+            target,
+            head,
+            tokenizer,
+            texts,
+            sizes=options.sizes,
+            max_new_tokens=options.max_new_tokens,
+            repeats=options.repeats,
+        )
     print(diagnosis)
     found: Mapping[str, Any] = {"machine": place, "dtype": options.dtype, **diagnosis.to_dict()}
     if options.json is not None:

@@ -27,6 +27,7 @@ from .machine import machine, machine_lines
 from .markdown import format_table
 from .methods import PLAIN, Method, tree_method
 from .options import (
+    INTERRUPTED,
     add_machine_options,
     add_model_options,
     add_prompt_options,
@@ -284,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     texts = compare(benchmark, prompts, compared)
     if not texts:
         print("nothing was measured")
-        return
+        raise SystemExit(INTERRUPTED)
     rows = summarise(texts)
     print(f"{table(rows)}\n\n{NOTES}")
     if options.json is not None:
@@ -302,6 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "texts": [asdict(text) for text in texts],
         }
         options.json.write_text(json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
+    if len(texts) < len(prompts) * len(compared):
+        raise SystemExit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 import argparse
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..command_line import at_least, check_writable, usable_device
+from ..command_line import at_least, check_model, check_writable, existing_file, usable_device
+from ..decoding.drafter import MOST_NODES
 from ..modeling_jetspec import JetSpecDraftHead
 from .oracle import OracleHead
+from .tasks import batches, read_tasks
 
 DTYPES = ("float32", "bfloat16", "float16")
+INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
 
 
 def command(module: str, documentation: str | None) -> argparse.ArgumentParser:
@@ -76,12 +80,22 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument(
         "--prompts",
-        type=Path,
+        type=existing_file,
         nargs="+",
         required=True,
         help="JSONL files with `turns` or `prompt` in each line, Spec-Bench's question.jsonl among them",
     )
     parser.add_argument("--limit", type=at_least(1), help="takes the first prompts of each task only (default: all)")
+
+
+@contextmanager
+def ending_at_ctrl_c() -> Iterator[None]:
+    """Ends the process with 130 and without a traceback when it is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\ninterrupted")
+        raise SystemExit(INTERRUPTED) from None
 
 
 def load_models(options: argparse.Namespace) -> tuple[PreTrainedModel, JetSpecDraftHead, PreTrainedTokenizerBase]:
@@ -151,22 +165,37 @@ def _probability(text: str) -> float:
 
 
 def tree_budget(text: str) -> int | str:
-    """The type of an option that is a tree budget: an integer of at least 1, or `auto`."""
-    if text == "auto":
-        return text
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'must be an integer of at least 1 or "auto", got {text!r}')
+    """The type of an option that is a tree budget: a number of nodes, or `auto`."""
+    return text if text == "auto" else _nodes(text, ' or "auto"')
+
+
+def tree_size(text: str) -> int:
+    """The type of an option that is a number of nodes."""
+    return _nodes(text)
+
+
+def _nodes(text: str, instead: str = "") -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_NODES:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to {MOST_NODES}{instead}, got {text!r}")
     return int(text)
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, unique: Sequence[str] = ()) -> None:
-    """Refuses values given twice, files in folders that do not exist, and plots without matplotlib.
+    """Refuses models and prompts that are not there, values given twice, and places that cannot be written to.
 
     Args:
         parser (`argparse.ArgumentParser`): The command, which ends the process with a message.
         options (`argparse.Namespace`): The command line.
         unique (`Sequence[str]`): Options whose values must differ.
     """
+    try:
+        check_model(str(options.target), "--target", is_target=True)
+        if options.head is not None:
+            check_model(str(options.head), "--head")
+        if getattr(options, "prompts", None) is not None:
+            batches(read_tasks(options.prompts, options.limit), getattr(options, "batch_size", 1))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     for name in unique:
         values = getattr(options, name)
         if len(set(values)) < len(values):
@@ -178,5 +207,8 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, 
             check_writable(options.json, "--json")
         except OSError as error:
             parser.error(str(error))
-    if getattr(options, "plots", None) is not None and importlib.util.find_spec("matplotlib") is None:
+    plots = getattr(options, "plots", None)
+    if plots is not None and plots.exists() and not plots.is_dir():
+        parser.error(f"--plots must be a folder, got the file {plots}")
+    if plots is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plots needs matplotlib: pip install 'jetspec_hf[plots]'")

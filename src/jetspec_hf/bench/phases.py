@@ -14,6 +14,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,6 +31,7 @@ from .options import (
     add_model_options,
     check_options,
     command,
+    ending_at_ctrl_c,
     head_name,
     load_models,
     tree_budget,
@@ -51,17 +53,13 @@ def stretches(step_seconds: Sequence[Mapping[str, float]], count: int) -> list[d
 
     Args:
         step_seconds (`Sequence[Mapping[str, float]]`): Seconds per phase of each step, in order.
-        count (`int`): Stretches; the last steps, fewer than these, may be left out.
+        count (`int`): Stretches, or as many as there are steps if these are fewer; the last few steps may be left out.
 
     Returns:
         `list[dict[str, float]]`: For every phase and for `own work`.
-
-    Raises:
-        ValueError: If there are fewer steps than stretches.
     """
+    count = min(count, len(step_seconds))
     length = len(step_seconds) // count
-    if length == 0:
-        raise ValueError(f"`step_seconds` must have a step for each of {count} stretches, got {len(step_seconds)}.")
     groups = {**{phase: (phase,) for phase in PHASES}, OWN: OWN_WORK}
     parts = [step_seconds[start * length : (start + 1) * length] for start in range(count)]
     return [
@@ -158,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "repeats\n",
         flush=True,
     )
-    plain, tree = _repeats(Benchmark(target, head, options.max_new_tokens, options.oracle), case, method, options)
+    with ending_at_ctrl_c():
+        plain, tree = _repeats(Benchmark(target, head, options.max_new_tokens, options.oracle), case, method, options)
     per_step = median_of([run.per_step() for run in tree])
     speeds = [statistics.median(run.tokens_per_second for run in runs) for runs in (plain, tree)]
     print(phase_table(per_step))
@@ -167,25 +166,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"tau {tau:.2f}, plain {speeds[0]:.2f} tokens/s, tree {speeds[1]:.2f} tokens/s")
     print(f"{agreement(plain[0].texts[0], tree[0].texts[0])}\n")
 
+    found = {
+        "machine": place,
+        "settings": {
+            **{name: value for name, value in vars(options).items() if name not in ("json", "device")},
+            **{"target": options.target.name, "head": head_name(options)},
+        },
+        "per_step": per_step,
+        "own_work_share": own_work_share(per_step),
+        "mean_acceptance_length": tau,
+        "tokens_per_second": dict(zip((PLAIN, method.name), speeds, strict=True)),
+    }
+    _keep(found, options.json)
+
     print(f"long generation, {options.long_tokens} tokens", flush=True)
-    long, memory = _long(Benchmark(target, head, options.long_tokens, options.oracle), case, method)
+    with ending_at_ctrl_c():
+        long, memory = _long(Benchmark(target, head, options.long_tokens, options.oracle), case, method)
     parts = stretches(long.step_seconds, options.stretches)
     print(growth_table(parts, len(long.step_seconds)))
     print(memory_lines(memory, target, head, long, case))
-    if options.json is not None:
-        found = {
-            "machine": place,
-            "settings": {
-                **{name: value for name, value in vars(options).items() if name not in ("json", "device")},
-                **{"target": options.target.name, "head": head_name(options)},
-            },
-            "per_step": per_step,
-            "own_work_share": own_work_share(per_step),
-            "mean_acceptance_length": tau,
-            "tokens_per_second": dict(zip((PLAIN, method.name), speeds, strict=True)),
-            "long": {"steps": len(long.step_seconds), "stretches": parts, "memory": memory},
-        }
-        options.json.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", "utf-8")
+    _keep({**found, "long": {"steps": len(long.step_seconds), "stretches": parts, "memory": memory}}, options.json)
+
+
+def _keep(found: Mapping[str, Any], file: Path | None) -> None:
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", "utf-8")
 
 
 def memory_lines(

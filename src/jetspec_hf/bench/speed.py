@@ -24,6 +24,7 @@ from ..decoding.drafter import DraftingKnobs
 from .machine import PeakMemory, bytes_of, machine, machine_lines
 from .methods import AUTO, DECODINGS, FIXED_BUDGETS, PROMPT_LOOKUP_TOKENS, STOCK_CHAIN, Method, methods
 from .options import (
+    INTERRUPTED,
     add_machine_options,
     add_model_options,
     add_prompt_options,
@@ -39,7 +40,6 @@ from .report import NOTES, Memory, as_json, memory_table, summarise, tables
 from .runner import Benchmark, Case, Run
 from .tasks import Prompt, batches, encode, left_padded, read_tasks
 
-INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
 NO_ORACLE = "an oracle cannot tell transformers' own chain drafter what it knows"
 
 

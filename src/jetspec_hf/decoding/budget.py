@@ -25,8 +25,7 @@ _VERIFY_PHASES = ("verify", "accept", "commit")  # of a step, draft and build as
 _FIRST = 4  # nodes of the first tree on a machine of which nothing is known
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 4, 64
 _IN_VAIN = 0.015  # share of the time that drafts may take while they do not pay
-_STALE = 256  # steps after which a close call measures the plain step again
-_CLOSE = 1.3  # advantage over plain decoding below which a call is close
+_STALE = 256  # steps after which the plain step is measured again
 _MARGIN = 1.01  # advantage that drafting must promise, for promises are uncertain
 _WEIGHT = 0.08  # of the newest step in the running rate of drafting: a text's hard and easy places even out
 _TURN = 0.5  # of a step that says otherwise than the rate, after a pause or in a new text
@@ -182,10 +181,8 @@ class AutoBudget:
         return BudgetDecision(most, BEST if most else NOTHING, plain_seconds=plain)
 
     def _plain_is_unknown(self, costs: LearnedCosts) -> bool:
-        """Whether a plain step should be measured: after the first tree, and later while the call is close."""
-        if costs.plain_age is None:
-            return costs.steps > 0
-        return costs.plain_age > _STALE and self._experience.speedup < _CLOSE
+        """Whether a plain step should be measured: after the first tree, and again when its cost may have changed."""
+        return costs.steps > 0 and not costs.plain_is_sure(_STALE)
 
     def _may_try(self, size: int) -> bool:
         """Not far above the largest size chosen lately, and not more than one rung above the largest measured one.
@@ -233,8 +230,10 @@ class AutoBudget:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _shortest_pause(self) -> int:
-        """Steps over which a draft in vain costs little."""
-        return math.ceil(self._costs.draft / (_IN_VAIN * self._costs.verify(0)))
+        """Steps over which a draft in vain costs little; of a single, perhaps slow, draft not too many."""
+        steps = math.ceil(self._costs.draft / (_IN_VAIN * self._costs.verify(0)))
+        sure = not isinstance(self._costs, LearnedCosts) or self._costs.draft_is_sure
+        return steps if sure else min(steps, _LONGEST_PAUSE)
 
     def learn(self, paths: Sequence[Sequence[int]], rows: Sequence[int], seconds: dict[str, float]) -> None:
         """See [`TreeBudget`]."""

@@ -3,12 +3,11 @@
 The denominator of the choice of a tree budget (docs/how_it_works.md, "The budget"). Knows nothing of trees or tokens.
 """
 
-import sys
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median_low
 from typing import Any, Protocol
 
 # Sizes of trees to choose from: few enough that each is seen often.
@@ -21,6 +20,7 @@ DRAFT_PRIOR = 0.2
 NODE_PRIOR = 0.03
 
 _CLOCK = 1e-9  # seconds; a step that took none by the clock must not be divided by
+_AGES = 1e9  # seconds, more than any step takes
 
 
 class CostModel(Protocol):
@@ -53,13 +53,11 @@ class StepCosts:
     def __post_init__(self) -> None:
         """Checks every number."""
         for name, seconds in (("draft", self.draft), *((f"verify[{n}]", s) for n, s in self.verify_table.items())):
-            if (
-                not _is_number(seconds)
-                or not seconds <= sys.float_info.max
-                or seconds < 0
-                or (seconds == 0 and name != "draft")
-            ):
-                raise ValueError(f"`step_costs` must hold seconds above 0, got {seconds!r} for {name}.")
+            least = 0 if name == "draft" else _CLOCK
+            if not _is_number(seconds) or not least <= seconds <= _AGES:
+                raise ValueError(
+                    f"`step_costs` must hold seconds from {least:g} to {_AGES:g} for {name}, got {seconds!r}."
+                )
         sizes = list(self.verify_table)
         if 0 not in sizes or any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in sizes):
             raise ValueError(
@@ -86,12 +84,11 @@ class StepCosts:
                 '`step_costs` must be a dict such as {"draft": 0.01, "verify": {"0": 0.05, "8": 0.07}} (seconds), got '
                 f"{values!r}."
             )
-        try:
-            table = {int(size): seconds for size, seconds in values["verify"].items()}
-        except (TypeError, ValueError):
+        table = {int(size): seconds for size, seconds in values["verify"].items() if _is_size(size)}
+        if len(table) < len(values["verify"]):
             raise ValueError(
-                f"`step_costs` must have numbers of nodes in `verify`, got {list(values['verify'])!r}."
-            ) from None
+                f"`step_costs` must have different numbers of nodes in `verify`, got {list(values['verify'])!r}."
+            )
         return cls(values["draft"], dict(sorted(table.items())))
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,31 +101,33 @@ class StepCosts:
         Args:
             nodes (`int`): Nodes besides the root.
         """
-        return _interpolate(_rising([(size, cost, 1) for size, cost in sorted(self.verify_table.items())]), nodes)
+        return _interpolate(_rising(sorted(self.verify_table.items())), nodes)
 
 
 @dataclass
 class LearnedCosts:
     """Costs learned from the steps themselves.
 
-    Per size the median of the last observations. The first of a size, and of a draft, is not trusted, for it pays for
-    allocations and kernels that later ones find ready, and what has not been seen for long is forgotten: an unlucky
-    measurement, a busy minute or a shorter context must not decide for ever.
+    Of a draft and per size the median of the last observations, of two the lower. The first ever is not trusted, for it
+    pays for allocations and kernels that later ones find ready. Old observations are forgotten, and no size is taken to
+    cost more than a larger one does: an unlucky measurement, a busy minute or a shorter context must not decide for
+    ever.
     """
 
-    draft_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    verify_seconds: dict[int, deque[float]] = field(default_factory=dict)
-    last_seen: dict[int, int] = field(default_factory=dict)
+    draft_seconds: "_Observations" = field(default_factory=lambda: deque(maxlen=9))
+    verify_seconds: dict[int, "_Observations"] = field(default_factory=dict)
     first_seconds: dict[int, float] = field(default_factory=dict)
     has_drafted: bool = False
     steps: int = 0
 
-    REMEMBERED = 1000  # steps after which a size is forgotten
+    REMEMBERED = 128  # steps after which an observation is forgotten
+    SURE = 2  # observations of which one may be an outlier
 
     def observe_draft(self, seconds: float) -> None:
         """Adds one measurement of drafting and building."""
         if self.has_drafted:
-            self.draft_seconds.append(seconds)
+            self.draft_seconds.append((self.steps, seconds))
+            self._forget(self.draft_seconds, kept=self.SURE)
         self.has_drafted = True
 
     def observe_verify(self, nodes: int, seconds: float) -> None:
@@ -143,26 +142,35 @@ class LearnedCosts:
         if nodes not in self.first_seconds:
             self.first_seconds[nodes] = seconds
             return
-        self.verify_seconds.setdefault(nodes, deque(maxlen=9)).append(seconds)
-        self.last_seen[nodes] = self.steps
-        for size, step in list(self.last_seen.items()):
-            if size and self.steps - step > self.REMEMBERED:
-                del self.verify_seconds[size], self.last_seen[size]
+        self.verify_seconds.setdefault(nodes, deque(maxlen=9)).append((self.steps, seconds))
+        for size, times in list(self.verify_seconds.items()):
+            self._forget(times, kept=0 if size else self.SURE)
+            if not times:
+                del self.verify_seconds[size]
+
+    def _forget(self, times: "_Observations", kept: int) -> None:
+        """Drops old observations, but for the last `kept`: of plain steps and drafts old ones say more than none."""
+        while len(times) > kept and self.steps - times[0][0] > self.REMEMBERED:
+            times.popleft()
 
     @property
     def largest_measured(self) -> int:
         """The largest size whose cost is known; 0 if none is."""
         return max(self.verify_seconds, default=0)
 
+    def plain_is_sure(self, age: int) -> bool:
+        """Whether enough plain steps were measured within the last `age` steps."""
+        return sum(self.steps - step <= age for step, _ in self.verify_seconds.get(0, ())) >= self.SURE
+
     @property
-    def plain_age(self) -> int | None:
-        """Steps since a plain step was measured, `None` if none was."""
-        return self.steps - self.last_seen[0] if 0 in self.last_seen else None
+    def draft_is_sure(self) -> bool:
+        """Whether enough drafts were measured."""
+        return len(self.draft_seconds) >= self.SURE
 
     @property
     def draft(self) -> float:
         """See [`CostModel`]."""
-        return median(self.draft_seconds) if self.draft_seconds else DRAFT_PRIOR * self.verify(0)
+        return _typical(self.draft_seconds) if self.draft_seconds else DRAFT_PRIOR * self.verify(0)
 
     def verify(self, nodes: int) -> float:
         """See [`CostModel`]: in plain steps until something is measured, then in seconds.
@@ -170,7 +178,7 @@ class LearnedCosts:
         Args:
             nodes (`int`): Nodes besides the root.
         """
-        known = _rising([(size, median(times), len(times)) for size, times in sorted(self.verify_seconds.items())])
+        known = _rising((size, _typical(times)) for size, times in sorted(self.verify_seconds.items()))
         if not known:
             known = sorted(self.first_seconds.items())[:1]
         if not known:
@@ -187,22 +195,23 @@ class LearnedCosts:
         return seconds + slope * (nodes - largest)
 
 
-def _rising(points: list[tuple[int, float, int]]) -> list[tuple[int, float]]:
-    """The nearest costs that never fall with the size: larger trees do not cost less, measurements are noisy.
+_Observations = deque[tuple[int, float]]  # the step, and its seconds
+
+
+def _typical(times: _Observations) -> float:
+    return median_low(seconds for _, seconds in times)
+
+
+def _rising(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The same costs, none above that of a larger size: fewer nodes cost no more, and measurements may be old or noisy.
 
     Args:
-        points (`list`): Size, seconds and weight, by size.
-
-    Returns:
-        `list[tuple[int, float]]`: Size and seconds.
+        points (`Iterable`): Size and seconds, by size.
     """
-    pools: list[tuple[list[int], float, int]] = []
-    for size, seconds, weight in points:
-        pools.append(([size], seconds, weight))
-        while len(pools) > 1 and pools[-2][1] > pools[-1][1]:
-            (sizes, below, light), (more, above, heavy) = pools[-2:]
-            pools[-2:] = [(sizes + more, (below * light + above * heavy) / (light + heavy), light + heavy)]
-    return [(size, seconds) for sizes, seconds, _ in pools for size in sizes]
+    risen: list[tuple[int, float]] = []
+    for size, seconds in reversed(list(points)):
+        risen.append((size, min(seconds, risen[-1][1]) if risen else seconds))
+    return risen[::-1]
 
 
 def _interpolate(points: list[tuple[int, float]], nodes: int) -> float:
@@ -216,6 +225,11 @@ def _interpolate(points: list[tuple[int, float]], nodes: int) -> float:
     low, high = points[-2:] if index == len(points) else points[index - 1 : index + 1]
     slope = (high[1] - low[1]) / (high[0] - low[0])
     return high[1] + slope * (nodes - high[0])
+
+
+def _is_size(value: object) -> bool:
+    """Whether it is a number of nodes, perhaps as JSON writes the keys of a table; whether of a tree is told later."""
+    return isinstance(value, int) or (isinstance(value, str) and value.removeprefix("-").isdecimal())
 
 
 def _is_number(value: object) -> bool:

@@ -1,6 +1,6 @@
 """The arguments of training: those of `Trainer` with the defaults that suit heads, and a few of their own."""
 
-import math
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -85,9 +85,10 @@ class JetSpecTrainingArguments(TrainingArguments):
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
         rate = self.muon_learning_rate
-        if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):
+        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if rate is not None and not (is_number and 0 < rate <= sys.float_info.max):
             raise ValueError(f"`muon_learning_rate` must be a finite number above 0, got {rate!r}.")
-        if rate is not None and not str(getattr(self.optim, "value", self.optim)).startswith("adamw_torch"):
+        if rate is not None and self.optim not in ("adamw_torch", "adamw_torch_fused"):  # the defaults of transformers
             raise ValueError(f"`optim` must be left as it is with `muon_learning_rate`, got {self.optim!r}.")
         if self.feature_cache_dtype not in CACHE_DTYPES:
             raise ValueError(

@@ -16,16 +16,25 @@ _ORTHOGONALISING_STEPS = 3
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """One optimiser of two: their groups and states together, each stepping its own.
+    """One optimiser of several: their groups and states together, each stepping its own.
 
     Args:
-        muon (`torch.optim.Muon`): Of the matrices.
-        adamw (`torch.optim.AdamW`): Of the rest.
+        parts (`torch.optim.Optimizer`): Muon of the matrices, AdamW of the rest.
+        learning_rate (`float`): What schedulers that end at an absolute rate compare it with.
     """
 
-    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
-        self._parts = (muon, adamw)
-        super().__init__([group for part in self._parts for group in part.param_groups], {})
+    def __init__(self, *parts: torch.optim.Optimizer, learning_rate: float) -> None:
+        self._parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {"lr": learning_rate})
+        self._share()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copying and pickling keep: torch's own leaves the parts out."""
+        return {**super().__getstate__(), "_parts": self._parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores it."""
+        super().__setstate__(state)
         self._share()
 
     def _share(self) -> None:
@@ -42,7 +51,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of both."""
+        """One step of each."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -95,5 +104,6 @@ def make_optimizer(
         ns_steps=_ORTHOGONALISING_STEPS,
     )
     groups = [{"params": branch, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps)
-    return MuonAndAdamW(muon, adamw)
+    groups = [group for group in groups if group["params"]]  # none of a head of which only adapters are trained
+    rest = [torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)] if groups else []
+    return MuonAndAdamW(muon, *rest, learning_rate=learning_rate)

@@ -240,6 +240,12 @@ def check_same_run(folder: str | Path, provenance: Mapping[str, Any]) -> None:
         logger.warning(f"{folder} has no {FILE_NAME}: nobody knows whether it was trained on the same data and target.")
         return
     written = json.loads(file.read_text(encoding="utf-8"))
+    before, now = (bool(of["arguments"].get("muon_learning_rate")) for of in (written, provenance))
+    if before != now:
+        raise ValueError(
+            "`resume_from_checkpoint` needs the optimiser of the run that it goes on with: its `muon_learning_rate` "
+            f"was {'given' if before else 'not given'}, this run's is{'' if now else ' not'}."
+        )
     for part, rule in (
         ("data", "the same rows in the same order, cut at the same `max_length`"),
         ("target", "the same target, with the same weights in the same dtype"),
