@@ -219,13 +219,15 @@ def test_a_misfit_ends_the_command_with_a_reason(
         (["--save"], "--save needs a head in a folder, got missing/head"),
         (["--plot", "missing/a.png"], "--plot must lie in a folder that exists, got missing/a.png"),
         (["--sizes", "4", "4"], "--sizes must not repeat a value, got 4 4"),
+        (["--sizes", "5000"], "argument --sizes: must be an integer from 1 to 4096, got '5000'"),
+        (["--prompts", "nowhere"], "argument --prompts: must be a file that is there, got nowhere"),
     ],
 )
 def test_a_command_line_that_must_fail_does_so_before_anything_is_loaded(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    folders: list[str], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parse(["--target", "x", "--head", "missing/head", *options])
+        parse([*folders, "--head", "missing/head", *options])
     assert message in capsys.readouterr().err
 
 

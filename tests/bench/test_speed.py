@@ -168,8 +168,11 @@ def test_what_a_target_recommends_is_not_used(folders: list[str]) -> None:
         (["--plots", __file__], "--plots must be a folder, got the file"),
         (["--prompts", "nowhere"], "argument --prompts: must be a file that is there, got nowhere"),
         (["--prompts", __file__], "must"),
-        (["--batch-size", "100"], "must have at least 100 prompts"),
-        (["--target", "no/where/at/all"], "--target must be a model that can be loaded, got no/where/at/all"),
+        (["--batch-size", "100"], "`batch_size` must be at most the number of prompts of every task, got 100"),
+        (
+            ["--target", "no/where/at/all"],
+            "--target must be a folder or a Hub id, and there is no folder no/where/at/all",
+        ),
         (["--head", "no/where/at/all"], "--head must be a folder or a Hub id, and there is no folder no/where/at/all"),
     ],
 )

@@ -269,6 +269,14 @@ class TestGenerations:
         assert isinstance(experience, Experience)
         assert experience.costs.steps > head.last_acceptance.steps
 
+    def test_each_way_of_decoding_has_its_own_experience(self, target: PreTrainedModel, head: OracleHead) -> None:
+        inputs = greedy_reference(target, (7,), 24)
+        head.know(inputs.texts, must_match=False)
+        ways: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.2}, {"do_sample": True, "top_k": 0}]
+        for way in [*ways, *ways]:
+            target.generate(**inputs.inputs, assistant_model=head, max_new_tokens=8, **{"do_sample": False, **way})
+        assert len(head.experience) == 3
+
     def test_ranks_that_share_a_target_choose_without_the_clock(
         self, target: PreTrainedModel, head: OracleHead, monkeypatch: pytest.MonkeyPatch
     ) -> None:

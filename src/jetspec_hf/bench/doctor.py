@@ -348,7 +348,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--limit", type=at_least(1), default=4, help="takes the first prompts of each task only (%(default)s)")
     add("--sizes", type=tree_size, nargs="+", default=list(SIZES), help="nodes to try (1 2 4 8 16 32 64)")
-    add("--max-new-tokens", type=at_least(8), default=48, help="most tokens of an answer (%(default)s)")
+    add("--max-new-tokens", type=at_least(4), default=48, help="most tokens of an answer (%(default)s)")
     add("--repeats", type=at_least(1), default=1, help="of everything (%(default)s)")
     add_machine_options(parser)
     add("--save", action="store_true", help="keep the costs in the head's generation_config.json")

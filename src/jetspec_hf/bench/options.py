@@ -188,14 +188,7 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, 
         options (`argparse.Namespace`): The command line.
         unique (`Sequence[str]`): Options whose values must differ.
     """
-    try:
-        check_model(str(options.target), "--target", is_target=True)
-        if options.head is not None:
-            check_model(str(options.head), "--head")
-        if getattr(options, "prompts", None) is not None:
-            batches(read_tasks(options.prompts, options.limit), getattr(options, "batch_size", 1))
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    _check_inputs(parser, options)
     for name in unique:
         values = getattr(options, name)
         if len(set(values)) < len(values):
@@ -212,3 +205,14 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, 
         parser.error(f"--plots must be a folder, got the file {plots}")
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plots needs matplotlib: pip install 'jetspec_hf[plots]'")
+
+
+def _check_inputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    try:
+        check_model(str(options.target), "--target", is_target=True)
+        if options.head is not None:
+            check_model(str(options.head), "--head")
+        if getattr(options, "prompts", None) is not None:
+            batches(read_tasks(options.prompts, options.limit), getattr(options, "batch_size", 1))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))

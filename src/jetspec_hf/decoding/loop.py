@@ -117,9 +117,15 @@ def tree_decoding(
 def _make_budget(
     knobs: DraftingKnobs, head: JetSpecDraftHead, target: PreTrainedModel, writer: TokenWriter, static: bool
 ) -> TreeBudget:
-    """The budget of the knobs; what an automatic one learns stays on the head, per kind of target and batch."""
+    """The budget of the knobs; what an automatic one learns stays on the head, per kind of target, batch and decoding.
+
+    What is sampled or penalised is accepted less often than what is greedy, and takes longer to choose.
+    """
     shared = (getattr(target, "tp_size", None) or 1) > 1  # ranks of one model must verify the same trees
-    kind = f"{signature(target)} {target.device} rows={writer.batch_size} lockstep={writer.lockstep} static={static}"
+    kind = (
+        f"{signature(target)} {target.device} rows={writer.batch_size} lockstep={writer.lockstep} static={static} "
+        f"{writer.decoding}"
+    )
     experience = None if shared else head.experience.setdefault(kind, Experience())
     return make_budget(knobs.tree_budget, knobs.step_costs, experience, static)
 

@@ -113,6 +113,12 @@ class TokenWriter:
         )
 
     @property
+    def decoding(self) -> str:
+        """How tokens are chosen, in words that are the same for every text: sampled or not, and by which processors."""
+        names = sorted(type(processor).__name__ for processor in self._processors)
+        return " ".join(["sampled" if self._do_sample else "greedy", *names])
+
+    @property
     def done(self) -> bool:
         """Whether every row has met a stopping criterion."""
         return all(self.finished)
