@@ -167,7 +167,7 @@ def test_what_a_target_recommends_is_not_used(folders: list[str]) -> None:
         (["--json", "no_such_folder/out.json"], "--json must lie in a folder that exists, got no_such_folder/out.json"),
         (["--plots", __file__], "--plots must be a folder, got the file"),
         (["--prompts", "nowhere"], "argument --prompts: must be a file that is there, got nowhere"),
-        (["--prompts", __file__], "must"),
+        (["--prompts", __file__], "A prompt must be a JSON object"),
         (["--batch-size", "100"], "`batch_size` must be at most the number of prompts of every task, got 100"),
         (
             ["--target", "no/where/at/all"],

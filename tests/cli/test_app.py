@@ -51,7 +51,9 @@ def test_an_example_is_a_command_line_that_is_understood(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("recipe.json").write_text("{}")
-    Path("prompts.jsonl").touch()
+    Path("prompts.jsonl").write_text('{"prompt": "Hello"}')
+    Path("TARGET").mkdir()
+    Path("TARGET/config.json").write_text('{"model_type": "llama"}')
     Path("HEAD").mkdir()  # where the doctor may save
     program, command, *arguments = shlex.split(example.partition(" < ")[0])
     assert (program, command) == ("jetspec", name)

@@ -85,7 +85,7 @@ def test_a_push_that_does_not_get_there_says_where_to(run: Run, folders: Any, mo
 
 
 def test_figures_that_cannot_be_written_are_refused_before_they_are_measured(run: Run, tmp_path: Path) -> None:
-    options = ["--target", "x", "--head", "y", "--prompts", "z", "--json", tmp_path]
+    options = ["--target", "x", "--head", "y", "--prompts", __file__, "--json", tmp_path]
     result = run("bench", *options)
     assert result.exit_code == 2
     assert f"--json must be a file that can be written, got {tmp_path}: Is a directory" in result.stderr

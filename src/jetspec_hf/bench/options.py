@@ -188,7 +188,6 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, 
         options (`argparse.Namespace`): The command line.
         unique (`Sequence[str]`): Options whose values must differ.
     """
-    _check_inputs(parser, options)
     for name in unique:
         values = getattr(options, name)
         if len(set(values)) < len(values):
@@ -205,6 +204,7 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, 
         parser.error(f"--plots must be a folder, got the file {plots}")
     if plots is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plots needs matplotlib: pip install 'jetspec_hf[plots]'")
+    _check_inputs(parser, options)
 
 
 def _check_inputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
