@@ -220,7 +220,7 @@ class JetSpecDraftHead(PreTrainedModel):
         self.generation_config = GenerationConfig(**DRAFTING_DEFAULTS)
         self.identity = uuid.uuid4().hex  # tells whose keys and values a cache carries, also after pickling
         self.last_acceptance: Any = None
-        self.experience: dict[str, Any] = {}  # what automatic budgets learned, per kind of decoding
+        self.experience: dict[str, Any] = {}  # what automatic budgets learned, per target, batch and way of decoding
         self.tested_targets: set[str] = set()  # kinds of targets whose numerics a generation has already tested
         self.post_init()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
 

@@ -213,6 +213,18 @@ def test_a_misfit_ends_the_command_with_a_reason(
     assert json.loads(saved)["step_costs"] is None
 
 
+def test_ctrl_c_ends_the_command_without_a_traceback(
+    folders: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_args: Any, **_options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jetspec_hf.bench.doctor.examine", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        main(folders)
+    assert capsys.readouterr().out.endswith("\ninterrupted\n")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -121,3 +121,29 @@ def test_the_command_prints_a_table_and_writes_json(
     printed = capsys.readouterr().out
     assert "bfloat16, greedy, prompts: 2" in printed
     assert str(tmp_path) not in printed + json.dumps(found)
+
+
+def test_ctrl_c_keeps_the_prompts_that_are_finished(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, calls = Benchmark.generate, []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 8:  # of the second prompt: one has a plain text and five others
+            raise KeyboardInterrupt
+        return generate(*args, **options)
+
+    monkeypatch.setattr(Benchmark, "generate", interrupted)
+    target.save_pretrained(tmp_path / "target")
+    letter_tokenizer().save_pretrained(tmp_path / "target")
+    (tmp_path / "code.jsonl").write_text('{"prompt": "define"}\n{"prompt": "return"}\n')
+    with pytest.raises(SystemExit, match="130"):
+        main([
+            "--target", str(tmp_path / "target"), "--untrained", "1", "--block-size", "4", "--prompts",
+            str(tmp_path / "code.jsonl"), "--max-new-tokens", "6", "--tree-budget", "3", "--dtype", "bfloat16",
+            "--device", "cpu", "--threads", "1", "--json", str(tmp_path / "numerics.json"),
+        ])  # fmt: skip
+    found = json.loads((tmp_path / "numerics.json").read_text(encoding="utf-8"))
+    assert found["settings"]["complete"] is False
+    assert {text["id"] for text in found["texts"]} == {"0"}

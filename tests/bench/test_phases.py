@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,27 @@ def test_the_command_follows_a_long_generation(
     assert "head oracle at 0.7 (untrained, layers: 1, block size 4), float32, batch size 1, tree 5" in printed
     assert "same tokens as plain generation: yes" in printed
     assert str(tmp_path) not in printed + json.dumps(found)
+
+
+def test_ctrl_c_in_the_long_generation_keeps_the_first_table(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jetspec_hf.bench.phases._long", interrupted)
+    target.save_pretrained(tmp_path / "target")
+    letter_tokenizer().save_pretrained(tmp_path / "target")
+    with pytest.raises(SystemExit, match="130"):
+        main([
+            "--target", str(tmp_path / "target"), "--untrained", "1", "--block-size", "4", "--threads", "1", "--dtype",
+            "float32", "--device", "cpu", "--tree-budget", "5", "--max-new-tokens", "8", "--repeats", "1", "--json",
+            str(tmp_path / "phases.json"),
+        ])  # fmt: skip
+    found = json.loads((tmp_path / "phases.json").read_text(encoding="utf-8"))
+    assert "long" not in found
+    assert found["per_step"]["step"] > 0
+    assert capsys.readouterr().out.endswith("\ninterrupted\n")
 
 
 def test_trees_are_built_as_often_as_asked(capsys: pytest.CaptureFixture[str]) -> None:

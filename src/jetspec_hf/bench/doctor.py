@@ -11,7 +11,6 @@ On an accelerator, costs are from generations that wait for it at the end of eve
 
 import argparse
 import importlib.util
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from .machine import machine, machine_lines
 from .markdown import format_table, milliseconds
 from .measurement import Measurement
 from .methods import AUTO, PLAIN, TREE, Method, tree_method
-from .options import add_machine_options, check_options, command, ending_at_ctrl_c, load_models, tree_size
+from .options import add_machine_options, check_options, command, ending_at_ctrl_c, load_models, tree_size, write_json
 from .report import AUTO_TREE, summarise
 from .runner import Benchmark, Case, Differences, Run
 from .tasks import Prompt, encode, read_tasks
@@ -391,8 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     print(diagnosis)
     found: Mapping[str, Any] = {"machine": place, "dtype": options.dtype, **diagnosis.to_dict()}
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
+    write_json(found, options.json)
     if not diagnosis.sizes:
         raise SystemExit(1)
     if options.save:

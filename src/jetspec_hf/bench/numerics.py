@@ -10,7 +10,6 @@ plain decoding preferred its own token there.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +36,7 @@ from .options import (
     head_name,
     load_models,
     tree_budget,
+    write_json,
 )
 from .runner import Benchmark, Case, first_difference, margin
 from .tasks import Prompt, encode, left_padded, read_tasks
@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "summary": [asdict(row) for row in rows],
             "texts": [asdict(text) for text in texts],
         }
-        options.json.write_text(json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
+        write_json(found, options.json)
     if len(texts) < len(prompts) * len(compared):
         raise SystemExit(INTERRUPTED)
 

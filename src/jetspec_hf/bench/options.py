@@ -2,7 +2,8 @@
 
 import argparse
 import importlib.util
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,19 @@ def ending_at_ctrl_c() -> Iterator[None]:
     except KeyboardInterrupt:
         print("\ninterrupted")
         raise SystemExit(INTERRUPTED) from None
+
+
+def write_json(found: Mapping[str, Any], file: Path | None) -> None:
+    """Writes what was found, so that the file is never half written.
+
+    Args:
+        found (`Mapping[str, Any]`): What JSON can hold.
+        file (`Path`, *optional*): Where to; nothing is written without it.
+    """
+    if file is not None:
+        partial = file.with_name(file.name + ".part")
+        partial.write_text(json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
+        partial.replace(file)
 
 
 def load_models(options: argparse.Namespace) -> tuple[PreTrainedModel, JetSpecDraftHead, PreTrainedTokenizerBase]:

@@ -10,11 +10,9 @@ stands the memory that generation needed, beside plain generation of as many tok
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -35,6 +33,7 @@ from .options import (
     head_name,
     load_models,
     tree_budget,
+    write_json,
 )
 from .runner import Benchmark, Case, first_difference
 from .tasks import Prompt, left_padded
@@ -177,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "mean_acceptance_length": tau,
         "tokens_per_second": dict(zip((PLAIN, method.name), speeds, strict=True)),
     }
-    _keep(found, options.json)
+    write_json(found, options.json)
 
     print(f"long generation, {options.long_tokens} tokens", flush=True)
     with ending_at_ctrl_c():
@@ -185,12 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts = stretches(long.step_seconds, options.stretches)
     print(growth_table(parts, len(long.step_seconds)))
     print(memory_lines(memory, target, head, long, case))
-    _keep({**found, "long": {"steps": len(long.step_seconds), "stretches": parts, "memory": memory}}, options.json)
-
-
-def _keep(found: Mapping[str, Any], file: Path | None) -> None:
-    if file is not None:
-        file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", "utf-8")
+    write_json({**found, "long": {"steps": len(long.step_seconds), "stretches": parts, "memory": memory}}, options.json)
 
 
 def memory_lines(

@@ -12,7 +12,6 @@ step are from another generation, which waits for it at the ends of every phase.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from .options import (
     load_models,
     load_target,
     tree_budget,
+    write_json,
 )
 from .report import NOTES, Memory, as_json, memory_table, summarise, tables
 from .runner import Benchmark, Case, Run
@@ -198,10 +198,7 @@ class _Report:
         return found, rows
 
     def _write(self, found: tuple[dict[str, Any], list[Any]]) -> None:
-        if self._path is not None:
-            partial = self._path.with_name(self._path.name + ".part")  # so that the file is never half written
-            partial.write_text(json.dumps(found[0], indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
-            partial.replace(self._path)
+        write_json(found[0], self._path)
 
 
 def _case(

@@ -104,6 +104,9 @@ class StepCosts:
         return _interpolate(_rising(sorted(self.verify_table.items())), nodes)
 
 
+_Observations = deque[tuple[int, float]]  # the step, and its seconds
+
+
 @dataclass
 class LearnedCosts:
     """Costs learned from the steps themselves.
@@ -114,8 +117,8 @@ class LearnedCosts:
     ever.
     """
 
-    draft_seconds: "_Observations" = field(default_factory=lambda: deque(maxlen=9))
-    verify_seconds: dict[int, "_Observations"] = field(default_factory=dict)
+    draft_seconds: _Observations = field(default_factory=lambda: deque(maxlen=9))
+    verify_seconds: dict[int, _Observations] = field(default_factory=dict)
     first_seconds: dict[int, float] = field(default_factory=dict)
     has_drafted: bool = False
     steps: int = 0
@@ -148,7 +151,7 @@ class LearnedCosts:
             if not times:
                 del self.verify_seconds[size]
 
-    def _forget(self, times: "_Observations", kept: int) -> None:
+    def _forget(self, times: _Observations, kept: int) -> None:
         """Drops old observations, but for the last `kept`: of plain steps and drafts old ones say more than none."""
         while len(times) > kept and self.steps - times[0][0] > self.REMEMBERED:
             times.popleft()
@@ -195,9 +198,6 @@ class LearnedCosts:
         return seconds + slope * (nodes - largest)
 
 
-_Observations = deque[tuple[int, float]]  # the step, and its seconds
-
-
 def _typical(times: _Observations) -> float:
     return median_low(seconds for _, seconds in times)
 
@@ -229,7 +229,9 @@ def _interpolate(points: list[tuple[int, float]], nodes: int) -> float:
 
 def _is_size(value: object) -> bool:
     """Whether it is a number of nodes, perhaps as JSON writes the keys of a table; whether of a tree is told later."""
-    return isinstance(value, int) or (isinstance(value, str) and value.removeprefix("-").isdecimal())
+    if isinstance(value, str):
+        return value.removeprefix("-").isdecimal()
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:

@@ -89,13 +89,13 @@ class JetSpecTrainer(Trainer):
     ) -> None:
         args = JetSpecTrainingArguments() if args is None else args
         check_run(model, target, processing_class, args)
-        own = [name for name in ("optimizers", "optimizer_cls_and_kwargs") if any(kwargs.get(name) or ())]
-        if (
-            args.muon_learning_rate is not None
-            and own
-            and (own != ["optimizers"] or kwargs["optimizers"][0] is not None)
-        ):
-            raise ValueError(f"`muon_learning_rate` must be None with `{own[-1]}`, which say what optimises.")
+        optimizers = {
+            "optimizers": (kwargs.get("optimizers") or (None, None))[0],
+            "optimizer_cls_and_kwargs": kwargs.get("optimizer_cls_and_kwargs"),
+        }
+        for name, given in optimizers.items():
+            if args.muon_learning_rate is not None and given is not None:
+                raise ValueError(f"`muon_learning_rate` must be None with `{name}`, got {args.muon_learning_rate}.")
         self.target, self.head = target, model
         self._config = cast(JetSpecConfig, model.config)
         pad_token_id = target.config.get_text_config(decoder=True).pad_token_id
